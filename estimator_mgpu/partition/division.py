@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Container, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -91,9 +91,15 @@ class Division:
         leaves = [self.batch.sources, self.batch.unsharded]
         return tf.nest.flatten(leaves, expand_composites=True)
 
-    def model_ops(self) -> list[tf.Operation]:
-        """The ops that may be changed: all but those that were there before the model_fn."""
+    def model_ops(self, types: Container[str] | None = None) -> list[tf.Operation]:
+        """The ops that may be changed: all but those that were there before the model_fn.
+
+        Args:
+          types: those of the ops that are looked for; None for all.
+        """
         ops = self.graph.get_operations()
+        if types is not None:
+            ops = [op for op in ops if op.type in types]
         return [op for op in ops if op.name not in self.existing_ops]
 
     def replacements(self, tensor: tf.Tensor) -> list[tf.Tensor]:

@@ -27,6 +27,7 @@ from estimator_mgpu.partition.sizes import (
     UniqueRows,
     UnknownSize,
     full_size,
+    known,
     origin_of,
     per_row,
 )
@@ -83,9 +84,10 @@ class Sizes:
 
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
         """The dimensions of a tensor; None if its rank is unknown."""
-        if tensor.name not in self._dims and tensor.shape.rank is not None:
-            self._dims[tensor.name] = self._infer_dims(tensor)
-        return self._dims.get(tensor.name)
+        dims = self._dims.get(tensor.name)
+        if dims is None and tensor.shape.rank is not None:
+            dims = self._dims[tensor.name] = self._infer_dims(tensor)
+        return dims
 
     def rank(self, tensor: tf.Tensor) -> int:
         """The number of dimensions; 0 if it's unknown."""
@@ -101,7 +103,7 @@ class Sizes:
         if tensor.shape.rank is None:
             return [self.unknown_dim(tensor, axis) for axis in range(rank)]
         return [
-            self.unknown_dim(tensor, axis) if length is None else Size(length)
+            self.unknown_dim(tensor, axis) if length is None else known(length)
             for axis, length in enumerate(tensor.shape.as_list())
         ]
 
@@ -194,11 +196,12 @@ class Sizes:
 
     def _value(self, tensor: tf.Tensor) -> ndarray | None:
         """An array of the entries, in the tensor's shape; None if even the shape is unknown."""
-        if tensor.name not in self._values:
-            self._values[tensor.name] = None  # for a loop, which leads here again
+        name = tensor.name
+        if name not in self._values:
+            self._values[name] = None  # for a loop, which leads here again
             if tensor.dtype.base_dtype in _RANGES:
-                self._values[tensor.name] = self._infer_value(tensor)
-        return self._values[tensor.name]
+                self._values[name] = self._infer_value(tensor)
+        return self._values[name]
 
     def _infer_value(self, tensor: tf.Tensor) -> ndarray | None:
         try:

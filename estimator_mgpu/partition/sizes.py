@@ -7,6 +7,7 @@ sizes count as equal only if they are the same expression, not if their values a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Union
@@ -222,7 +223,13 @@ class Size:
         return self.static == other.static
 
 
-ONE = Size(1)
+@functools.lru_cache(maxsize=1 << 12)
+def known(number: int) -> Size:
+    """A size that is a number: most are small, and the same over and over."""
+    return Size(number)
+
+
+ONE = known(1)
 
 
 def full_size(rows: RowSpace) -> Size:

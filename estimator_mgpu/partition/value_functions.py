@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 from numpy import ndarray
 
-from estimator_mgpu.partition.sizes import ONE, Size, UnknownSize, product
+from estimator_mgpu.partition.sizes import ONE, Size, UnknownSize, known, product
 from estimator_mgpu.tf_internals import op_types
 
 SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
@@ -27,7 +27,7 @@ LARGEST_COMPUTED = 4096  # entries computed of sizes, such as those of all featu
 def to_sizes(numbers: Any) -> ndarray:
     """An array of `Size`, of an array of integers."""
     array = np.asarray(numbers)
-    return np.array([Size(int(number)) for number in array.flat], object).reshape(array.shape)
+    return np.array([known(int(number)) for number in array.flat], object).reshape(array.shape)
 
 
 def _numbers(values: ndarray) -> Any:

@@ -13,7 +13,7 @@ from estimator_mgpu.tf_internals.upstream import upstream_bits
 
 
 class _Declaration(NamedTuple):
-    """What TensorFlow declares of a type of ops."""
+    """What TensorFlow declares of a type of ops, but that reads count as ops without a state."""
 
     takes_references: bool
     is_stateful: bool
@@ -21,11 +21,7 @@ class _Declaration(NamedTuple):
 
 def has_side_effect(op: tf.Operation) -> bool:
     """Whether an op changes state, or may give another result when it's run again."""
-    op_type = op.type
-    if op_type in op_types.VARIABLE_READS or op_type in op_types.REFERENCE_READS:
-        return False
-
-    declared = _declaration_of_type(op_type)
+    declared = _declaration_of_type(op.type)
     if declared is None:  # The type is a function of the op's own graph.
         declared = _read_declaration(op.op_def)
     # An op that writes to a reference variable isn't called stateful.
@@ -42,6 +38,8 @@ def has_side_effect(op: tf.Operation) -> bool:
 @functools.cache
 def _declaration_of_type(op_type: str) -> _Declaration | None:
     """What is declared of a type; None if TensorFlow doesn't know it."""
+    if op_type in op_types.VARIABLE_READS or op_type in op_types.REFERENCE_READS:
+        return _Declaration(takes_references=False, is_stateful=False)
     definition = private.op_definition(op_type)
     return None if definition is None else _read_declaration(definition)
 

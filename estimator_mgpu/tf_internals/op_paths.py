@@ -73,7 +73,7 @@ def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:
     """
     calls = defaultdict[str, list[_Call]](list)  # by the name of the function
     for op in graph.get_operations():
-        if op.name not in unused:
+        if op.type in op_types.FUNCTION_CALLERS and op.name not in unused:
             _note_calls(op, op.name, calls)
     for function, calls_of_function in calls.items():
         if len(calls_of_function) == 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -61,15 +61,27 @@ def made_for(served: tf.Operation, functions: Mapping[str, Any] = _NONE) -> Iter
       functions: the graphs of functions of which copies are made, by the scopes of these copies.
         They get the tracebacks of the functions' ops.
     """
-    graph = served.graph
-    ops = private.operations(graph)
+    ops = private.operations(served.graph)
     count = len(ops)
     yield
+    give(served, ops[count:], functions)
+
+
+def give(
+    served: tf.Operation, ops: Sequence[tf.Operation], functions: Mapping[str, Any] = _NONE
+) -> None:
+    """Gives ops the traceback of the one that they serve.
+
+    Args:
+      served: the op.
+      ops: those that serve it.
+      functions: as of `made_for`.
+    """
     traceback = Tracebacks().of(served)
-    for op in ops[count:]:
+    for op in ops:
         private.set_traceback(op, traceback)
     for scope, function in functions.items():
-        _copy_those_of_function(function, graph, scope)
+        _copy_those_of_function(function, served.graph, scope)
 
 
 def _copy_those_of_function(function: Any, graph: tf.Graph, scope: str) -> None:

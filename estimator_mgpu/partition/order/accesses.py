@@ -69,6 +69,8 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
             if graphs.is_reference_variable(output):
                 read[output.name] = set(makers_of_state([output]))
         calls_functions = op.type in op_types.FUNCTION_CALLERS
+        if not (read or calls_functions):
+            continue
         operands = op.inputs if calls_functions else sharing_memory(op)
         if operands:
             variables = set().union(*(read.get(operand.name, ()) for operand in operands))
@@ -102,6 +104,8 @@ def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.
       op: one that may read.
       behind: what `read_by_users` gives.
     """
+    if all(operand.name not in behind for operand in op.inputs):  # as of most ops
+        return set()
     # A `Merge` passes on nothing of the branch that isn't taken.
     if not asks_for_value(op) or op.type in op_types.MERGE:
         return set()
@@ -113,7 +117,7 @@ def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.
 
 def sharing_memory(op: tf.Operation) -> Sequence[tf.Tensor]:
     """The operands of an op in whose memory what it gives may lie."""
-    if op.type in (*op_types.VIEWS, *op_types.SWITCH):
+    if op.type in op_types.VIEWS or op.type in op_types.SWITCH:
         return op.inputs[:1]  # The others are a new shape, or say which way is taken.
     if op.type == op_types.CAST:
         return op.inputs if op.get_attr('SrcT') == op.get_attr('DstT') else ()

@@ -58,8 +58,9 @@ class Order:
         order = topological_order(ops)
         self._behind = read_by_users(order)
         self._not_waited_for = {op for op in ops if not self._can_be_waited_for(op)}
+        users = {user for op in self._not_waited_for for user in graphs.consumers_of(op)}
         for op in order:
-            self._classify(op)
+            self._classify(op, op in users and self._ends_control_flow(op))
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
@@ -69,9 +70,17 @@ class Order:
         """The bit of an op; 0 if it touches no state."""
         return self._bit_of.get(op, 0)
 
+    def has_effect(self, op: tf.Operation) -> bool:
+        """Whether an op has a side effect."""
+        return bool(self.bits(op) & self.effects)
+
     def upstream(self, op: tf.Operation) -> int:
         """The bits of an op and of all that running it ran in the graph as it was."""
         return self._upstream.get(op, 0)
+
+    def follows_nothing(self, op: tf.Operation) -> bool:
+        """Whether running an op ran nothing that touches state, in the graph as it was."""
+        return self._upstream.get(op) == 0
 
     def is_quiet(self, op: tf.Operation) -> bool:
         """Whether an op has no side effect whose order counts."""
@@ -187,13 +196,13 @@ class Order:
                 self._needed_by_loops[entry] |= needed
                 self._upstream[entry] = union(upstream, self._upstream[entry])
 
-    def _classify(self, op: tf.Operation) -> None:
+    def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)
         reads_late = read_late(op, self._behind)
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
             variables = reads_late | set(makers_of_state(op.inputs))
-        if not (has_effect or variables or self._ends_control_flow(op)):
+        if not (has_effect or variables or ends_control_flow):
             return
 
         bit = self._add_bit(op)

@@ -260,6 +260,8 @@ class _Pass:
 
         It has to if another op needs all of the list, as a list can't be gathered.
         """
+        if not self.scope.run_once:  # as of almost all models
+            return None
         for member in _boundary(op):
             if member.name in self.scope.run_once:
                 return _reason_of_first_user(self.scope.run_once[member.name])

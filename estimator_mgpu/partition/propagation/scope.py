@@ -73,9 +73,8 @@ class Scope:
 
     def placement_of(self, tensor: tf.Tensor) -> Placement:
         """The placement that the tensor has for the ops that use it."""
-        if tensor.name in self.reduced:
-            return REPLICATE
-        return self.placements.get(tensor.name, REPLICATE)
+        name = tensor.name
+        return REPLICATE if name in self.reduced else self.placements.get(name, REPLICATE)
 
     def is_reduced(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is a partial result of towers that is reduced where it's made."""
@@ -88,12 +87,14 @@ class Scope:
         If a v1 loop is given the handle of a list, that has the placement of the list, even if a
         `Switch`, say, has passed it on.
         """
-        placements: list[Placement] = []
-        for tensor in op.inputs:
-            is_handle = isinstance(op, V1Loop) and tensor.dtype == tf.resource
-            placement = self.placement_of_list(tensor) if is_handle else self.placement_of(tensor)
-            placements.append(placement)
-        return placements
+        if not isinstance(op, V1Loop):
+            return list(map(self.placement_of, op.inputs))
+        return [
+            self.placement_of_list(tensor)
+            if tensor.dtype == tf.resource
+            else self.placement_of(tensor)
+            for tensor in op.inputs
+        ]
 
     def follows_gathered(self, op: Unit) -> bool:
         """Whether an op uses what was gathered, or what was made once of such."""

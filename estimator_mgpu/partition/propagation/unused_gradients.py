@@ -26,9 +26,10 @@ def find_unused_gradients(division: Division) -> None:
     fetch their gradients, and the user's op would compute these on one device.
     """
     for op in reversed(division.graph.get_operations()):
-        may_be_unused = division.is_light(op) and division.order.liveness.always_runs(op)
-        if op in division.results or not may_be_unused:
+        if not is_made_by_gradients(op) or op in division.results:
             continue
         users = graphs.consumers_of(op)
-        if is_made_by_gradients(op) and all(user.name in division.unused for user in users):
+        if not all(user.name in division.unused for user in users):
+            continue
+        if division.is_light(op) and division.order.liveness.always_runs(op):
             division.unused.add(op.name)

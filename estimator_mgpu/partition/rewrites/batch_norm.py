@@ -33,9 +33,7 @@ def expand_batch_norm(division: Division) -> None:
     if division.batch_norm == 'device':
         return
     batch_norms = [
-        op
-        for op in division.model_ops()
-        if op.type in op_types.BATCH_NORMS and op.get_attr('is_training')
+        op for op in division.model_ops(op_types.BATCH_NORMS) if op.get_attr('is_training')
     ]
     if not batch_norms:
         return

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.tf_internals import graphs, op_types
+from estimator_mgpu.tf_internals import graphs, op_types, private
 
 
 class AddedOps(NamedTuple):
@@ -41,38 +42,121 @@ def add_ops(function: Any, operands: Sequence[tf.Tensor], scope: str) -> AddedOp
       operands: what takes the place of its arguments.
       scope: what the names of the ops begin with.
     """
-    tensors: dict[str, tf.Tensor] = {}  # by name, in the place of arguments
-    controls: dict[str, tf.Tensor] = {}  # in the place of arguments that ops wait for
-    for argument, operand in zip(function.inputs, operands):
-        tensors[argument.name] = operand
-        controls[f'^{argument.op.name}'] = operand
+    body = Body(function, operands, scope)
+    add_bodies([body])
+    return body.with_operands(operands)
 
-    definition = function.as_graph_def()
-    nodes = [node for node in definition.node if f'^{node.name}' not in controls]
-    for node in nodes:
+
+class Body:
+    """A function whose ops are added to a graph by `add_bodies`, and then given operands.
+
+    Args:
+      function: its graph.
+      operands: of the types and shapes of what is to take the place of its arguments: the ops are
+        added with these.
+      scope: what the names of the ops begin with.
+      device: that of ops that say nothing else; '' for the present one.
+
+    Attributes:
+      nodes: of all ops but arguments, with the names that they get.
+      operands: what the nodes use of these, by name.
+    """
+
+    def __init__(self, function: Any, operands: Sequence[tf.Tensor], scope: str, device: str = ''):
+        self.function = function
+        self.scope = scope
+        self._device = device
+        self._arguments = {
+            argument.op.name: number for number, argument in enumerate(function.inputs)
+        }
+        # The nodes that use an argument, by name, with the input's position and the argument's.
+        self._uses: list[tuple[str, int, int]] = []
+        self._waits: list[tuple[str, int]] = []  # those that only wait for one
+        self.operands: dict[str, tf.Tensor] = {}
+        definition = function.as_graph_def()
+        self.nodes = [node for node in definition.node if node.name not in self._arguments]
+        for node in self.nodes:
+            self._rename(node, operands)
+
+    def _rename(self, node: Any, operands: Sequence[tf.Tensor]) -> None:
+        node.name = self._name(node.name)
+        node.device = _merged(self._device, node.device)
         node.attr.pop('_class', None)  # It may name an argument.
         if node.op in op_types.ENTER:
             # If the function is added twice, its v1 loops are two.
-            frame = f'{scope}/{node.attr["frame_name"].s.decode()}'
-            node.attr['frame_name'].s = frame.encode()
-    used = {name for node in nodes for name in node.input}
-    used |= {f'{name}:0' for name in used}
+            node.attr['frame_name'].s = self._name(node.attr['frame_name'].s.decode()).encode()
 
-    computed = [tensor.name for tensor in function.outputs if tensor.name not in tensors]
-    effects = [effect.name for effect in function.control_outputs]
-    elements = tf.import_graph_def(
-        tf.GraphDef(node=nodes, versions=definition.versions),
-        {name: tensor for name, tensor in {**tensors, **controls}.items() if name in used},
-        return_elements=computed + effects,
-        name=scope,
-    )
-    tensors.update(zip(computed, elements))
-    graph = tf.get_default_graph()
-    return AddedOps(
-        ops=[graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes],
-        outputs=[tensors[tensor.name] for tensor in function.outputs],
-        effects=elements[len(computed) :],
-    )
+        names = list(node.input)
+        del node.input[:]
+        for position, name in enumerate(names):
+            is_waited_for = name.startswith('^')
+            source = name.removeprefix('^')
+            number = self._arguments.get(source.partition(':')[0])
+            if number is None:
+                node.input.append(f'{"^" * is_waited_for}{self._name(source)}')
+            elif is_waited_for:
+                self._waits.append((node.name, number))
+            else:
+                operand = operands[number]
+                node.input.append(operand.name)
+                self.operands[operand.name] = operand
+                self._uses.append((node.name, position, number))
+
+    def _name(self, name: str) -> str:
+        return f'{self.scope}/{name}'
+
+    def ops(self, graph: tf.Graph) -> list[tf.Operation]:
+        """The ops that were added to the graph."""
+        return [graph.get_operation_by_name(node.name) for node in self.nodes]
+
+    def with_operands(self, operands: Sequence[tf.Tensor]) -> AddedOps:
+        """The ops that were added to the default graph, with what they are to be given.
+
+        Args:
+          operands: what takes the place of the function's arguments.
+        """
+        graph = tf.get_default_graph()
+        for name, position, number in self._uses:
+            op = graph.get_operation_by_name(name)
+            if op.inputs[position] is not operands[number]:
+                private.set_input(op, position, operands[number])
+        for name, number in self._waits:
+            op = graph.get_operation_by_name(name)
+            private.add_control_inputs(op, [operands[number].op])
+
+        outputs = []
+        for output in self.function.outputs:
+            argument = self._arguments.get(output.op.name)
+            if argument is None:
+                outputs.append(graph.get_tensor_by_name(self._name(output.name)))
+            else:
+                outputs.append(operands[argument])
+        effects = self.function.control_outputs
+        return AddedOps(
+            ops=self.ops(graph),
+            outputs=outputs,
+            effects=[graph.get_operation_by_name(self._name(effect.name)) for effect in effects],
+        )
+
+
+def _merged(device: str, inner: str) -> str:
+    """The device of an op that names one, or a part of one, within the scope of another."""
+    if not (device and inner):
+        return device or inner
+    return device_spec(device).make_merged_spec(device_spec(inner)).to_string()
+
+
+def add_bodies(bodies: Sequence[Body]) -> None:
+    """Adds the ops of functions to the default graph, which has all functions that these call.
+
+    They are added at once, as TensorFlow looks at all ops of a graph when it adds any.
+    """
+    nodes = tf.GraphDef(versions=tf.get_default_graph().graph_def_versions)
+    operands: dict[str, tf.Tensor] = {}
+    for body in bodies:
+        nodes.node.extend(body.nodes)
+        operands.update(body.operands)
+    tf.import_graph_def(nodes, operands, name='')
 
 
 def after(before: Sequence[tf.Operation], output: tf.Tensor, name: str) -> tf.Tensor:

@@ -47,7 +47,9 @@ def bypass_identities(division: Division) -> None:
     order = division.order
     ops_of_total = graphs.ancestors([division.total.op]) if division.total is not None else set()
     identities = [
-        op for op in division.model_ops() if op not in ops_of_total and _only_waits(op, order)
+        op
+        for op in division.model_ops((op_types.IDENTITY, op_types.IDENTITY_N))
+        if op not in ops_of_total and _only_waits(op, order)
     ]
     copy_for_idle_reads(division.graph, set(identities), order)
 
@@ -78,16 +80,15 @@ def find_unused_ops(division: Division) -> None:
     """Finds the ops in whose place others are used, and groups for which only such ops wait."""
     division.unused |= {name.partition(':')[0] for name in division.replaced}
     groups = set()
-    for op in division.model_ops():
-        if op.type == op_types.NO_OP:
-            users = {user.name for user in private.control_consumers(op)}
-            if users and users <= division.unused:
-                groups.add(op.name)
+    for op in division.model_ops([op_types.NO_OP]):
+        users = {user.name for user in private.control_consumers(op)}
+        if users and users <= division.unused:
+            groups.add(op.name)
     division.unused |= groups
 
 
 def _only_waits(op: tf.Operation, order: Order) -> bool:
-    """Whether an op is an identity of values, and is there later than these."""
+    """Whether an identity is of values, and is there later than these."""
     if not order.liveness.always_runs(op):
         return False
     if any(operand.dtype in (tf.resource, tf.variant) for operand in op.inputs):
@@ -95,7 +96,7 @@ def _only_waits(op: tf.Operation, order: Order) -> bool:
     if op.type == op_types.IDENTITY_N:
         return not op.control_inputs
     # An identity that reads a variable's memory reads it when it does.
-    return op.type == op_types.IDENTITY and bool(op.control_inputs) and not order.bits(op)
+    return bool(op.control_inputs) and not order.bits(op)
 
 
 def _is_before_gradient_of_kernel(op: tf.Operation) -> bool:

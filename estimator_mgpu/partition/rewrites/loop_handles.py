@@ -28,10 +28,9 @@ from estimator_mgpu.tf_internals.v1_loops import passed_on
 def bypass_loops_of_handles(division: Division) -> None:
     """Lets the users of handles that loops pass on use those that the loops were given."""
     redirections = graphs.Redirections()
-    for loop in division.model_ops():
-        if loop.type in op_types.LOOPS:
-            for index in _handles_only_passed_on(loop):
-                redirections.add(loop.outputs[index], loop.inputs[index])
+    for loop in division.model_ops(op_types.LOOPS):
+        for index in _handles_only_passed_on(loop):
+            redirections.add(loop.outputs[index], loop.inputs[index])
     redirections.make()
 
 

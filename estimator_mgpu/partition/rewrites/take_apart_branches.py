@@ -23,13 +23,19 @@ value. Ops of the graph use the value itself:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.rewrites.function_ops import AddedOps, add_ops, after, take_place_of
+from estimator_mgpu.partition.rewrites.function_ops import (
+    AddedOps,
+    Body,
+    add_bodies,
+    after,
+    take_place_of,
+)
 from estimator_mgpu.partition.rewrites.function_waits import add_waits
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect, is_assertion
@@ -77,6 +83,9 @@ class _Rewrite:
     def __init__(self, division: Division):
         self._division = division
         self._visited: set[tf.Operation] = set()  # those taken apart, and those in loops
+        self._bodies: dict[tf.Operation, list[Body]] = {}  # by those to take apart
+        # The ops of branches that are still given the same as the op that calls the branches.
+        self._without_operands: set[tf.Operation] = set()
         # By the names of outputs, and of what takes their place, what each branch has returned.
         self._returned: dict[str, _Returned] = {}
         # Ops that make Optionals: `_note_unused` finds those that no step needs any more.
@@ -85,22 +94,56 @@ class _Rewrite:
         self._switched: dict[tuple[str, str], list[tf.Tensor]] = {}
         # By the names of outputs of a `Switch`, the identities that branches use in their place.
         self._in_branches: dict[str, tf.Tensor] = {}
+        self._liveness = Liveness([])  # of the ops that were added last
         # Whether a `Case` takes a branch: by the name of what chooses it, and the branch's number.
         self._decisions: dict[tuple[str, int], tf.Tensor] = {}
 
     def run(self) -> None:
         """Takes apart all branches that can be."""
         while True:  # Branches in branches come next. It ends, as no function calls itself.
-            of_batch = graphs.dependents(self._division.inputs, self._division.existing_ops)
-            branches = [op for op in of_batch if self._can_take_apart(op)]
+            branches = self._next_branches()
             if not branches:
                 return
             liveness = Liveness(self._division.graph.get_operations())
+            self._add_bodies([op for op in branches if not liveness.is_in_loop(op)])
             for op in branches:
                 self._visited.add(op)
-                if not liveness.is_in_loop(op):
+                if op in self._bodies:
                     self._take_apart(op)
             self._note_unused()
+
+    def _next_branches(self) -> list[tf.Operation]:
+        """The ops that depend on the batch, choose a branch and can be taken apart."""
+        branches = [op for op in self._division.graph.get_operations() if self._can_take_apart(op)]
+        if not branches:
+            return []
+        of_batch = set(graphs.dependents(self._division.inputs, self._division.existing_ops))
+        return [op for op in branches if op in of_batch]
+
+    def _add_bodies(self, ops: Sequence[tf.Operation]) -> None:
+        """Adds the ops of the branches of several ops, each an `If` or a `Case`, all at once.
+
+        They are given what these ops are given. What they are to have instead may be made of what
+        other branches return, so that's there only when these are taken apart.
+        """
+        for op in ops:
+            scopes = [f'{op.name}/{label}' for label in function_calls.function_labels(op.node_def)]
+            functions = function_calls.function_graphs(op)
+            self._bodies[op] = [
+                Body(function, op.inputs[1:], scope, op.device)
+                for scope, function in zip(scopes, functions)
+            ]
+        bodies = [body for op in ops for body in self._bodies[op]]
+        with tf.control_dependencies(None), tf.name_scope(None):
+            add_bodies(bodies)
+        added: list[tf.Operation] = []
+        for op in ops:
+            for body in self._bodies[op]:
+                of_branch = body.ops(self._division.graph)
+                tracebacks.give(op, of_branch, {body.scope: body.function})
+                added += of_branch
+        self._without_operands.update(added)
+        self._liveness = Liveness(added)
 
     def _can_take_apart(self, op: tf.Operation) -> bool:
         """Whether an op chooses a branch, and its branches can be ops of the graph."""
@@ -121,12 +164,9 @@ class _Rewrite:
 
     def _take_apart(self, op: tf.Operation) -> None:
         """Lets v1 branches take the place of an `If` or a `Case`."""
-        labels = function_calls.function_labels(op.node_def)
-        scopes = [f'{op.name}/{label}' for label in labels]
-        functions = dict(zip(scopes, function_calls.function_graphs(op)))
-        with tracebacks.made_for(op, functions):
+        with tracebacks.made_for(op):
             with tf.control_dependencies(None), tf.device(op.device), tf.name_scope(None):
-                returned, ends = self._add_branches(op, functions)
+                returned, ends = self._connect_branches(op)
                 results = [
                     self._result(output, values, op) for output, values in zip(op.outputs, returned)
                 ]
@@ -134,14 +174,13 @@ class _Rewrite:
                 last = [result.op for result in [*results, end] if result is not None]
                 take_place_of(op, results, last, self._division)
 
-    def _add_branches(
-        self, op: tf.Operation, functions: Mapping[str, Any]
+    def _connect_branches(
+        self, op: tf.Operation
     ) -> tuple[list[tuple[tf.Tensor, ...]], list[tf.Tensor]]:
-        """Adds the ops of all branches.
+        """Gives the ops of all branches what they use.
 
         Args:
           op: an `If` or a `Case`.
-          functions: the graphs of its branches, by the scopes of their ops.
 
         Returns:
           For each output what each branch returns; and for each branch a tensor that is there once
@@ -149,22 +188,22 @@ class _Rewrite:
         """
         returned: list[Sequence[tf.Tensor]] = []
         ends: list[tf.Tensor] = []
-        for number, (scope, function) in enumerate(functions.items()):
+        for number, body in enumerate(self._bodies[op]):
             ways = self._ways(op, number)
             pivot = self._in_branch(op, op.inputs[0], ways)
-            operands = self._operands(op, function, number, ways)
-            added = add_ops(function, operands, scope)
+            operands = self._operands(op, body.function, number, ways)
+            added = body.with_operands(operands)
+            self._without_operands.difference_update(added.ops)
             for inner in added.ops:
                 if not graphs.direct_inputs(inner):
                     private.add_control_inputs(inner, [pivot.op])
-            liveness = Liveness(added.ops)
-            add_waits(op, operands, added.ops, liveness, self._can_take_apart)
+            add_waits(op, operands, added.ops, self._liveness, self._can_take_apart)
 
             effects = [effect for effect in added.effects if has_side_effect(effect)]
             outputs = self._bypass_optionals(added)
-            returned.append([after(effects, output, f'{scope}/output') for output in outputs])
+            returned.append([after(effects, output, f'{body.scope}/output') for output in outputs])
             with tf.control_dependencies(effects):
-                ends.append(tf.identity(pivot, f'{scope}/end'))
+                ends.append(tf.identity(pivot, f'{body.scope}/end'))
         return list(zip(*returned)), ends
 
     def _ways(self, op: tf.Operation, branch: int) -> list[_Way]:
@@ -282,6 +321,8 @@ class _Rewrite:
     def _is_for_gradients(self, tensor: tf.Tensor, choice: tf.Tensor) -> bool:
         """Whether only branches that the same tensor chooses use a tensor."""
         for user in tensor.consumers():
+            if user in self._without_operands:
+                continue
             if user.type == op_types.IDENTITY:
                 is_for_gradients = self._is_for_gradients(user.outputs[0], choice)
             else:

@@ -37,6 +37,8 @@ def take_apart_loops(division: Division) -> None:
 
     The loops stay in the graph, for whoever fetches them.
     """
+    if not any(op.type in op_types.LOOPS for op in division.graph.get_operations()):
+        return
     of_batch = graphs.dependents(division.inputs, division.existing_ops)
     candidates = [op for op in of_batch if op.type in op_types.LOOPS]
     while candidates:  # Each loop's inner loops come next; no function calls itself.

@@ -230,6 +230,9 @@ def _collect_nodes(
         values.full(tensor)
     control_inputs: dict[tf.Operation, list[str]] = {}
     for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):
+        if not (waits.of_op(op) or waits.added(op)):  # as of most ops
+            control_inputs[op] = []
+            continue
         with nodes.serving(op):
             control_inputs[op] = _control_inputs(op, plan, towers, values, waits, nodes)
     return _Collected(nodes, values, waits, control_inputs)
@@ -283,8 +286,6 @@ def _control_inputs(
     """
     before = waits.of_op(op)
     added = list(waits.added(op))
-    if not (before or added):  # as of most ops
-        return []
     is_group = op.type == op_types.NO_OP
     if values.origins.runs_only_if_fetched(op):
         # No messages are saved by nodes that join others.

@@ -63,13 +63,14 @@ def adapt_node(
         for position, need in enumerate(op_plan.needs)
         if isinstance(need, VariableValue)
     }
-    called = function_calls.called_functions(node)
-    labels = function_calls.function_labels(node)
-    for function, label, op_plans in zip(called, labels, op_plan.functions):
-        path_of = functools.partial(op_paths.path_in_function, path or node.name, label)
-        function.name = _copy_function(
-            shards, function.name, op_plans, tower, variable_dtypes, path_of
-        )
+    if op_plan.functions:
+        called = function_calls.called_functions(node)
+        labels = function_calls.function_labels(node)
+        for function, label, op_plans in zip(called, labels, op_plan.functions):
+            path_of = functools.partial(op_paths.path_in_function, path or node.name, label)
+            function.name = _copy_function(
+                shards, function.name, op_plans, tower, variable_dtypes, path_of
+            )
     for position, dtype in variable_dtypes.items():
         if node.op == op_types.READ_VARIABLE:
             _replace_read(node, dtype.as_datatype_enum)

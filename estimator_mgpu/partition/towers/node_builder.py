@@ -179,6 +179,8 @@ class NodeBuilder:
             scalars = [self.scalar(n, source) for n in value]
             with self.for_many():
                 value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
+        if source == dtype:
+            return value
         with self.for_many():
             return self.cast(value, source, dtype, self.host)
 
@@ -232,18 +234,20 @@ class NodeBuilder:
         kernels.place(self.graph_def.node)
         nodes_of_results = {name.partition(':')[0] for name in results}
 
+        inputs = self._inputs_from_graph()
+
         def may_move(node: Any) -> bool:
             is_added = node.name in self._added and f'{node.name}:0' not in self._frames
             return is_added and node.name not in nodes_of_results
 
-        host_memory.move_to_host(self.graph_def.node, self._inputs_from_graph(), may_move)
+        host_memory.move_to_host(self.graph_def.node, inputs, may_move)
         self._copy_constants()
 
-        private.import_nodes(self.graph, self.graph_def, self._inputs_from_graph())
+        added = private.import_nodes(self.graph, self.graph_def, inputs)
         shared = tracebacks.Tracebacks()
         by_served_op = {op: shared.of(op) for op in set(self._served_by.values())}
-        for name, served in self._served_by.items():
-            private.set_traceback(self.graph.get_operation_by_name(name), by_served_op[served])
+        for op in added:
+            private.set_traceback(op, by_served_op[self._served_by[op.name]])
 
         for name, ops in self.waits.items():
             function_calls.let_wait(self.graph.get_operation_by_name(name), ops)

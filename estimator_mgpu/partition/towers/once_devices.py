@@ -7,6 +7,7 @@ That is the device of the variable that they serve: a gradient is summed where i
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -19,7 +20,9 @@ from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 # Types whose ops may lack a kernel.
-_NOT_ON_EVERY_DEVICE = frozenset((tf.string, tf.resource, tf.variant))
+_NOT_ON_EVERY_DEVICE = frozenset(
+    dtype.as_datatype_enum for dtype in (tf.string, tf.resource, tf.variant)
+)
 
 
 def place_ops(division: Division) -> None:
@@ -40,14 +43,18 @@ def place_ops(division: Division) -> None:
     liveness = Liveness(graph.get_operations())
     device_of_name: dict[str, str] = {}
     movable: list[tf.Operation] = []
+    colocated: set[tf.Operation] = set()  # of these
     for op in graph.get_operations():
         if op.name in plan.ops:
             continue
-        device = _fixed_device(op, plan)
+        node = op.node_def
+        device = _fixed_device(op, node, plan)
         if device is None and liveness.is_in_loop(op):
             device = ''
         if device is None:
             movable.append(op)
+            if '_class' in node.attr:
+                colocated.add(op)
         elif device:
             device_of_name[op.name] = device
             if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
@@ -60,7 +67,8 @@ def place_ops(division: Division) -> None:
             # A small result is rather sent.
             if device and bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
                 device_of_name.setdefault(op.name, device)
-    _place_full_values(graph, plan, device_of_name)
+    local = {name: graph.get_tensor_by_name(name) for name in plan.placements}
+    _place_full_values(local, device_of_name)
 
     unplaced = [op for op in movable if op.name not in device_of_name]
     _spread_draws(unplaced, division.devices, device_of_name)
@@ -78,7 +86,7 @@ def place_ops(division: Division) -> None:
     for op in reversed(movable):
         for output in op.outputs:
             _follow_consumers(op.name, output, device_of_name)
-    _place_full_values(graph, plan, device_of_name)
+    _place_full_values(local, device_of_name)
 
     for op in movable:
         if op.name in device_of_name:
@@ -86,15 +94,21 @@ def place_ops(division: Division) -> None:
             if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
                 device = kernels.device_for(op.node_def, device, graph)
             device_of_name[op.name] = device
-            private.clear_colocation(op)
+            if op in colocated:
+                private.clear_colocation(op)
             private.set_device(op, device)
     division.full_value_devices = device_of_name
 
 
-def _place_full_values(graph: tf.Graph, plan: Plan, device_of_name: dict[str, str]) -> None:
-    """Decides where full values of sharded tensors are made: where they are used."""
-    for name in plan.placements:
-        _follow_consumers(name, graph.get_tensor_by_name(name), device_of_name)
+def _place_full_values(tensors: Mapping[str, tf.Tensor], device_of_name: dict[str, str]) -> None:
+    """Decides where full values of sharded tensors are made: where they are used.
+
+    Args:
+      tensors: those that towers make, by name.
+      device_of_name: as of `place_ops`.
+    """
+    for name, tensor in tensors.items():
+        _follow_consumers(name, tensor, device_of_name)
 
 
 def _spread_draws(
@@ -150,8 +164,11 @@ def device_of(op: tf.Operation) -> str | None:
     Returns:
       '' if it uses a variable without a device, and None if it uses none.
     """
-    if op.device:
-        return op.device
+    return op.device or _device_of_handle(op)
+
+
+def _device_of_handle(op: tf.Operation) -> str | None:
+    """As `device_of`, of an op that has no device."""
     for operand in op.inputs:
         if graphs.is_handle(operand):
             return operand.op.device
@@ -174,20 +191,27 @@ def runs_at_its_table(
     return is_sum_of_rows and bool(device_of_full(op.inputs[0]))
 
 
-def _fixed_device(op: tf.Operation, plan: Plan) -> str | None:
-    """The device of an op that can't be moved, '' if it isn't known; None if it can be moved."""
-    device = device_of(op)
+def _fixed_device(op: tf.Operation, node: Any, plan: Plan) -> str | None:
+    """The device of an op that can't be moved, '' if it isn't known; None if it can be moved.
+
+    Args:
+      op: the op.
+      node: its NodeDef.
+      plan: which ops are sharded.
+    """
+    device = node.device or _device_of_handle(op)
     if device is not None:
         return device
     if not op.outputs:
         return ''
     for tensor in [*op.inputs, *op.outputs]:
-        if tensor.dtype in _NOT_ON_EVERY_DEVICE or graphs.is_reference_variable(tensor):
+        is_bound = tensor.dtype.as_datatype_enum in _NOT_ON_EVERY_DEVICE
+        if is_bound or graphs.is_reference_variable(tensor):
             return ''
     # It has to stay with the ops that it's colocated with, unless towers have copies of these.
     together = [
         op.graph.get_operation_by_name(name)
-        for name in graphs.colocated_with(op)
+        for name in graphs.colocations(node)
         if name not in plan.ops
     ]
     if together:

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Set
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.byte_counts import entries_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import LOCAL, Constant, FullSizes, LocalShape, Plan
@@ -47,6 +47,8 @@ def worth_making(
     """
     used = _used_in_steps(division, origins, result_ops)
     for op in division.plan.order:
+        if not any(map(origins.is_made_from_local, op.outputs)):
+            continue
         is_light = division.is_light(op) and not _gives_much_less(op, division.plan)
         for tensor in op.outputs:
             is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
@@ -58,13 +60,8 @@ def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:
     """Whether far more would be gathered for an op than of what it gives: of an `ArgMax`, say."""
     if op.name not in plan.ops:
         return False
-    taken = [_entries(operand) for operand in op.inputs if operand.name in plan.placements]
-    return max(taken, default=0) > 4 * sum(map(_entries, op.outputs))
-
-
-def _entries(tensor: tf.Tensor) -> int:
-    """How many entries a tensor has, as far as that's known."""
-    return bytes_of(tensor) // (tensor.dtype.base_dtype.size or 1)
+    taken = [entries_of(operand) for operand in op.inputs if operand.name in plan.placements]
+    return max(taken, default=0) > 4 * sum(map(entries_of, op.outputs))
 
 
 def _used_in_steps(

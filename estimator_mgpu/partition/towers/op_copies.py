@@ -72,12 +72,13 @@ class Copies:
         self._waits = waits
         self._everywhere = everywhere
         self._nodes = nodes
+        # The values of constants, and where towers have theirs.
+        self._constants: dict[tf.Operation, tuple[bytes, list[str]]] = {}
 
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
         definition = op.node_def
-        for tower in self._towers:
-            device = self._device(op, op_plan, tower)
+        for tower, device in zip(self._towers, self._devices(op, op_plan)):
             control_inputs = self._control_inputs(op, tower) or self._waits_in_loop(op, tower)
             operands = [
                 self._operand(op, tensor, need, tower, device)
@@ -104,25 +105,29 @@ class Copies:
         node.attr['T'].type = tf.bool.as_datatype_enum
         node.input[:] = [self._values.local(op.outputs[0], self._towers[0])]
 
-    def _device(self, op: tf.Operation, op_plan: OpPlan, tower: Tower) -> str:
-        """Where a copy runs: on its tower's device, unless the user wants another kind."""
+    def _devices(self, op: tf.Operation, op_plan: OpPlan) -> list[str]:
+        """Where copies run: on their towers' devices, unless the user wants another kind."""
+        at_state = self._device_of_state(op, op_plan)
+        if at_state is not None:
+            return [at_state] * len(self._towers)
+        devices = [tower.device for tower in self._towers]
+        wanted = op.device
+        if not wanted or device_spec(wanted).device_type is None:
+            return devices
+        kind = device_spec(wanted).device_type
+        return [device if device_spec(device).device_type == kind else wanted for device in devices]
+
+    def _device_of_state(self, op: tf.Operation, op_plan: OpPlan) -> str | None:
+        """Where an op runs that uses a variable or a table: where that is; None for others."""
         for operand, need in zip(op.inputs, op_plan.needs):
             if operand.dtype == tf.resource and not isinstance(need, VariableValue):
                 source = entered(operand)
                 if source.op.type not in op_types.HANDLES:
-                    # An op that uses a variable or a table runs where that is.
                     return self._values.origins.device_of_full(source)
 
         if runs_at_its_table(op, op_plan, self._values.origins.device_of_full):
             return self._values.origins.device_of_full(op.inputs[0])
-
-        device = tower.device
-        if not op.device:
-            return device
-        wanted_kind = device_spec(op.device).device_type
-        if wanted_kind in (None, device_spec(device).device_type):
-            return device
-        return op.device
+        return None
 
     def _control_inputs(self, op: tf.Operation, tower: Tower) -> list[str]:
         """What a copy waits for, as its op does: the tower's copies, and ops that run once."""
@@ -155,14 +160,14 @@ class Copies:
             Const, in the loop --> Max of x        =>        sizes --> Enter --> Max of x
                                                              Const, in the loop - - ^
         """
+        if op.name not in self._plan.frames:
+            return []
         replaced = []
         for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
             if isinstance(need, (LocalShape, Constant, FullSizes)):
                 replaced.append(tensor.op)
             elif tensor.op.type not in op_types.ENTER:
                 return []
-        if op.name not in self._plan.frames:
-            return []
         return [f'^{self._values.copy_name(before.name, tower)}' for before in replaced]
 
     def _operand(
@@ -256,9 +261,12 @@ class Copies:
         return self._sender.receive(tensor, device)
 
     def _copy_of_constant(self, op: tf.Operation, tower: Tower) -> str:
-        value = op.get_attr('value').SerializeToString()
+        if op not in self._constants:
+            value = op.get_attr('value').SerializeToString()
+            self._constants[op] = value, self._devices(op, OpPlan())
+        value, devices = self._constants[op]
         control_inputs = self._control_inputs(op, tower)
-        device = self._device(op, OpPlan(), tower)
+        device = devices[tower.number]
         dtype = op.outputs[0].dtype.base_dtype
         return self._nodes.add('Const', control_inputs, device, dtype=dtype, value=value)
 

@@ -6,13 +6,14 @@ value, and on which device. No node is added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
+from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import PickedIds
 from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.tf_internals import op_types
@@ -42,42 +43,34 @@ class Origins:
         whole_sources.update(plan.entries)
         # The ops that ask for the sizes of something that only towers have. If one asks for those
         # of several tensors, of a source and a variable say, these may be on different devices.
-        self._queries_of_local = {
+        queries_of_local = [
             op
             for op in ops
             if op.type in op_types.SHAPE_QUERIES
             and any(tensor.name in plan.placements for tensor in op.inputs)
             and not all(tensor.name in whole_sources for tensor in op.inputs)
-        }
+        ]
+        # Every user of every tensor asks, so the answers are found first: the tensors' names.
+        self._sizes_of_local = {*_sizes(queries_of_local, plan), *_shape_outputs(ops, plan)}
+        sizes = self._sizes_of_local - plan.placements.keys()
+        self._made_from_local = (sizes | _gatherable(plan)) - self.sources
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""
-        if tensor.name in self.sources:
-            return False
-        placement = self._plan.placements.get(tensor.name)
-        if placement is None:
-            return self.is_size_of_local(tensor)
-        # A list can't be gathered. The user's op makes the full one, from full values.
-        return not isinstance(placement, NotGatherable) and not isinstance(
-            rows_of(placement), PickedIds
-        )
+        return tensor.name in self._made_from_local
 
     def is_made_from_all(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is gathered or reduced from what all towers have."""
-        placement = self._plan.placements.get(tensor.name)
-        return isinstance(placement, (Shard, Partial)) and self.is_made_from_local(tensor)
+        if tensor.name not in self._made_from_local:
+            return False
+        return isinstance(self._plan.placements.get(tensor.name), (Shard, Partial))
 
     def is_size_of_local(self, tensor: tf.Tensor) -> bool:
         """Whether an op asks for the size of something that only towers have.
 
         The plan knows the size by other means, so nothing is gathered for it.
         """
-        shape_output = op_types.SHAPE_OUTPUTS.get(tensor.op.type)
-        if shape_output == tensor.value_index and tensor.op.name in self._plan.ops:
-            return True
-        if tensor.op not in self._queries_of_local:
-            return False
-        return self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
+        return tensor.name in self._sizes_of_local
 
     def runs_only_if_fetched(self, op: tf.Operation) -> bool:
         """Whether others are used in place of all outputs of one of the user's ops.
@@ -101,3 +94,31 @@ class Origins:
         if tensor.name in self.sources:
             return True
         return is_gpu(self._first) and not has_gpu_kernel(tensor.op.node_def)
+
+
+def _sizes(queries: Sequence[tf.Operation], plan: Plan) -> Iterator[str]:
+    """Names the outputs of ops that ask for sizes which the plan knows."""
+    for op in queries:
+        for operand, output in zip(op.inputs, op.outputs):
+            if plan.sizes.dims(operand) is not None:
+                yield output.name
+
+
+def _shape_outputs(ops: Sequence[tf.Operation], plan: Plan) -> Iterator[str]:
+    """Names the shapes among the outputs of sharded ops that give sparse tensors."""
+    for op in ops:
+        if op.type in op_types.SHAPE_OUTPUTS and op.name in plan.ops:
+            yield op.outputs[op_types.SHAPE_OUTPUTS[op.type]].name
+
+
+def _gatherable(plan: Plan) -> set[str]:
+    """Names the tensors of which towers have local values that can be made a full one.
+
+    A list can't be gathered: the user's op makes the full one, from full values.
+    """
+    return {
+        name
+        for name, placement in plan.placements.items()
+        if not isinstance(placement, NotGatherable)
+        and not isinstance(rows_of(placement), PickedIds)
+    }

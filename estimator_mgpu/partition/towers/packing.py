@@ -30,12 +30,13 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace, UniqueRows
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, upstream_side_effects
+from estimator_mgpu.tf_internals.effects import upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -99,7 +100,7 @@ def find_packs(
         return {}
 
     ops_of_calls = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
-    before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls)
+    before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls, order)
     needed = set().union(*ops_of_calls)
     effects = upstream_side_effects([op for op in ops if op in needed], op_types.PLACEHOLDERS)
 
@@ -135,6 +136,7 @@ def _needed_by_first_writes(
     ops: Sequence[tf.Operation],
     calls: Sequence[Sequence[tf.Tensor]],
     ops_of_calls: Sequence[set[tf.Operation]],
+    order: Order,
 ) -> set[tf.Operation]:
     """The ops that may run while some variables have no value yet.
 
@@ -148,7 +150,7 @@ def _needed_by_first_writes(
 
     first_writes = []
     for op in ops:
-        if op not in after_gradients and has_side_effect(op):
+        if order.has_effect(op) and op not in after_gradients:
             written = {operand.op for operand in op.inputs if graphs.is_handle(operand)}
             if written & variables:
                 first_writes.append(op)

@@ -74,9 +74,9 @@ def find_sent(
         if op_plan is None or runs_at_its_table(op, op_plan, device_of_full):
             continue  # Rows are sent, rather than the table.
         for tensor, need in zip(op.inputs, op_plan.needs):
-            dtype = tensor.dtype.base_dtype
-            is_made_before = tensor.op not in of_batch and tensor.op.type != op_types.CONST
-            if need == FULL and is_made_before and dtype.is_floating:
+            if need != FULL or tensor.op in of_batch or tensor.op.type == op_types.CONST:
+                continue
+            if tensor.dtype.base_dtype.is_floating:
                 is_known = tensor.shape.is_fully_defined() and tensor.name not in packs
                 sent[tensor.name] = Sent(bytes_of(tensor), device_of_full(tensor), is_known)
     return sent

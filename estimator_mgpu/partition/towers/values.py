@@ -115,14 +115,14 @@ class Values:
 
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
+        if tensor.name not in self.origins.sources:
+            return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
             return self.sparse_rows(tensor, self._plan.entries[tensor.name], tower)
-        if tensor.name in self.origins.sources:
-            return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
-        return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
+        return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""

@@ -73,7 +73,9 @@ class Waits:
         self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
 
         self._needed_by_copies = self._find_needed_by_copies(ops)
-        self._visit_all(ops)
+        # The others neither wait for anything now nor may have to.
+        waiting = [op for op in ops if op.control_inputs or not order.follows_nothing(op)]
+        self._visit_all(waiting)
         self._reads_to_wait_for = self._find_reads_to_wait_for(ops)
         if self._reads_to_wait_for:
             changed = graphs.descendants(list(self._reads_to_wait_for))
