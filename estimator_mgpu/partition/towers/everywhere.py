@@ -31,12 +31,12 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.partition.towers.slices import SMALL
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import op_types, private
 
+_SMALL = 1 << 16  # bytes: sending more costs more than the time of a message
 _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
 
@@ -125,7 +125,7 @@ class Everywhere:
         if key not in self._made:
             with self._nodes.serving(tensor.op):
                 if isinstance(self._plan.placements.get(tensor.name), Partial):
-                    self._made[key] = self._values.reduced_on(tensor, device)
+                    self._made[key] = self._values.reduced_on(tensor, device, is_for_all=True)
                 else:
                     self._copy(tensor.op, device)
         return self._made[key]
@@ -150,6 +150,6 @@ class Everywhere:
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
-    """Whether a tensor has few floats: sending more costs more than the time of a message."""
+    """Whether a tensor has few floats."""
     is_known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
-    return is_known and bytes_of(tensor) <= SMALL
+    return is_known and bytes_of(tensor) <= _SMALL

@@ -154,6 +154,12 @@ class NodeBuilder:
             return values[0]
         return self.add('ConcatV2', [*values, axis], device, T=dtype, N=len(values))
 
+    def sum(self, values: Sequence[str], dtype: tf.DType, device: str) -> str:
+        """Adds a sum, unless of one value."""
+        if len(values) == 1:
+            return values[0]
+        return self.add('AddN', values, device, T=dtype, N=len(values))
+
     def split(self, value: str, sizes: list[int], dtype: tf.DType, device: str) -> list[str]:
         """Adds a split along the first dimension, unless into one part."""
         if len(sizes) == 1:

@@ -14,7 +14,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
-from estimator_mgpu.devices import host_of, machine_of, relay
+from estimator_mgpu.devices import host_of, relay
 from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
@@ -41,7 +41,13 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
-from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows, unique_ids
+from estimator_mgpu.partition.towers import (
+    bits,
+    exchange,
+    reduce_and_gather,
+    sparse_rows,
+    unique_ids,
+)
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.op_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack, find_packs
@@ -105,6 +111,7 @@ class Values:
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
+        self._handed: dict[str, exchange.Handed] = {}  # what is sent in slices, by tensor
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
@@ -331,24 +338,18 @@ class Values:
         full = self.full(tensor)
         dtype = tensor.dtype.base_dtype
         source = self.device_of_full(tensor)
-        slices = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
-        if not slices or device == source:
+        parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
+        if not parts or device == source:
             return self.send(full, dtype, source, device)
 
         with self._nodes.serving(tensor.op):
-            vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
-            sizes = [one.entries for one in slices]
-            cut = self._nodes.split(vector, sizes, dtype, source)
-            received = []
-            for value, one in zip(cut, slices):
-                # On the machine that has the value, a device there hands the slice on.
-                first = relay(self._devices, source, one.device) or one.device
-                if first != source:
-                    value = self._nodes.add('Identity', [value], first, T=dtype)
-                if machine_of(device) != machine_of(source) and first != one.device:
-                    value = self._nodes.add('Identity', [value], one.device, T=dtype)
-                received.append(self.send(value, dtype, one.device, device))
-            vector = self._nodes.concat(received, 0, dtype, device)
+            if tensor.name not in self._handed:
+                vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
+                value = exchange.Vector(vector, source, self._slices.position(source))
+                self._handed[tensor.name] = exchange.Handed(
+                    self._nodes, self._slices, parts, value, dtype
+                )
+            vector = self._handed[tensor.name].on(device)
             return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)
 
     def shards_of(self, rows: RowSpace) -> Shards:
@@ -459,8 +460,14 @@ class Values:
             gather = reduce_and_gather.gather_for_fetches
         return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
 
-    def reduced_on(self, tensor: tf.Tensor, device: str) -> str:
-        """The value of which towers have partial results, reduced on a device."""
+    def reduced_on(self, tensor: tf.Tensor, device: str, is_for_all: bool = False) -> str:
+        """The value of which towers have partial results, reduced on a device.
+
+        Args:
+          tensor: the user's.
+          device: one.
+          is_for_all: whether all devices reduce it, each for itself.
+        """
         placement = self._plan.placements[tensor.name]
         assert isinstance(placement, Partial)
         if placement.reduce == MOMENTS:
@@ -468,11 +475,13 @@ class Values:
         shards = self.shards_of(placement.rows)
         values = [self.local(tensor, tower) for tower in self._towers]
         dtype = tensor.dtype.base_dtype
-        if placement.reduce == 'sum' and tensor.shape.is_fully_defined():
-            slices = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
-            if slices:
-                shape = tensor.shape.as_list()
-                return reduce_and_gather.sum_in_slices(shards, values, dtype, slices, shape, device)
+        is_known = tensor.shape.is_fully_defined()
+        if placement.reduce == 'sum' and is_known and not is_for_all:
+            parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
+            if parts:
+                return reduce_and_gather.sum_in_slices(
+                    shards, values, dtype, self._slices, parts, tensor.shape.as_list(), device
+                )
         return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
 
     def _make_full_of_ids(
