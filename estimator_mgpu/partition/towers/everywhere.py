@@ -19,7 +19,8 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -31,6 +32,7 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.packing import Pack
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
@@ -73,6 +75,7 @@ class Everywhere:
         is_shared = len({memory_of(device) for device in self._devices}) == 1
         is_off = is_shared or len(self._devices) > _MOST_DEVICES * len(self._machines)
         self._behind = {} if is_off else self._find_behind()
+        values.packs_of_ops.update(self._find_packs())
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 
     def value(self, tensor: tf.Tensor, device: str) -> str | None:
@@ -104,6 +107,25 @@ class Everywhere:
                     behind[tensor.name] = ops
         return behind
 
+    def _find_packs(self) -> dict[str, Pack]:
+        """The partial sums of one op that share a message to each device, by their names.
+
+        Such are the two that the gradient of batch normalization needs.
+        """
+        packs: dict[str, Pack] = {}
+        for op in self._plan.order:
+            sums = defaultdict[Hashable, list[tf.Tensor]](list)
+            for tensor in op.outputs:
+                placement = self._plan.placements.get(tensor.name)
+                is_summed = isinstance(placement, Partial) and placement.reduce == 'sum'
+                is_used = tensor.name in self._behind and tensor.consumers()
+                if is_summed and is_used and tensor.shape.rank:
+                    sums[placement.rows, tensor.dtype].append(tensor)
+            for tensors in sums.values():
+                if len(tensors) > 1:
+                    packs.update(dict.fromkeys([one.name for one in tensors], Pack(tensors)))
+        return packs
+
     def _can_be_copied(self, op: tf.Operation) -> bool:
         """Whether an op that runs once only computes, whenever its operands are there."""
         liveness = self._order.liveness
@@ -119,6 +141,8 @@ class Everywhere:
 
     def _made_on(self, tensor: tf.Tensor, device: str) -> str:
         """The value of a tensor: made on this device, if partial results lead to it."""
+        if tensor.op.type == op_types.CONST and _is_small(tensor):
+            return self._nodes.copy_of_constant(tensor.op, device)
         if tensor.name not in self._behind or self._is_made_there(tensor, device):
             return self._values.full(tensor)
         key = tensor.name, device

@@ -195,6 +195,14 @@ class NodeBuilder:
         self._consts[name] = value, dtype, device
         return name
 
+    def copy_of_constant(
+        self, op: tf.Operation, device: str, control_inputs: Sequence[str] = ()
+    ) -> str:
+        """Adds a constant like one of the graph's."""
+        value = op.get_attr('value').SerializeToString()
+        dtype = op.outputs[0].dtype.base_dtype
+        return self.add('Const', control_inputs, device, dtype=dtype, value=value)
+
     def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""
         if source == target:

@@ -238,7 +238,9 @@ class Copies:
         if tensor.name not in self._plan.placements and not or_zeros:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
-                return self._copy_of_constant(tensor.op, tower)
+                control_inputs = self._control_inputs(tensor.op, tower)
+                device_of_copy = self._device(tensor.op, OpPlan(), tower)
+                return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
             if self._values.is_packed(tensor) and device != source:
                 return self._values.receive_packed(tensor, device)
 
@@ -250,13 +252,6 @@ class Copies:
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.
         return self._values.receive(tensor, device)
-
-    def _copy_of_constant(self, op: tf.Operation, tower: Tower) -> str:
-        value = op.get_attr('value').SerializeToString()
-        control_inputs = self._control_inputs(op, tower)
-        device = self._device(op, OpPlan(), tower)
-        dtype = op.outputs[0].dtype.base_dtype
-        return self._nodes.add('Const', control_inputs, device, dtype=dtype, value=value)
 
     def _function_operands(
         self,

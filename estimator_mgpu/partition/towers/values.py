@@ -108,6 +108,8 @@ class Values:
         sent = find_sent(plan, self._packs, self.device_of_full)
         self._slices = Slices(sent, self._devices)
 
+        self.packs_of_ops: dict[str, Pack] = {}
+        """Partial sums that are reduced together wherever one is, by the names of the tensors."""
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
@@ -473,8 +475,11 @@ class Values:
         if placement.reduce == MOMENTS:
             return self._reduce_moments(tensor, placement.rows, device)
         shards = self.shards_of(placement.rows)
-        values = [self.local(tensor, tower) for tower in self._towers]
         dtype = tensor.dtype.base_dtype
+        if tensor.name in self.packs_of_ops:
+            pack = self.packs_of_ops[tensor.name]
+            return self._reduce_pack(pack, shards, dtype, device)[tensor.name]
+        values = [self.local(tensor, tower) for tower in self._towers]
         is_known = tensor.shape.is_fully_defined()
         if placement.reduce == 'sum' and is_known and not is_for_all:
             parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
