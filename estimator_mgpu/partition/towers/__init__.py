@@ -22,7 +22,8 @@ Where it happens:
 
 What is sent:
 
-- `packing`: small values share messages; `slices`: large ones are cut.
+- `packing`: small values share messages; `slices`: large ones are cut. `sharing`: which device
+  has how much of them; `grid`: which devices exchange them; `exchange`: the ops that do.
 - `bits`: masks that wait are packed.
 
 What waits for what:

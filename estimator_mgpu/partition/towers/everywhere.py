@@ -117,9 +117,9 @@ class Everywhere:
             sums = defaultdict[Hashable, list[tf.Tensor]](list)
             for tensor in op.outputs:
                 placement = self._plan.placements.get(tensor.name)
-                is_summed = isinstance(placement, Partial) and placement.reduce == 'sum'
-                is_used = tensor.name in self._behind and tensor.consumers()
-                if is_summed and is_used and tensor.shape.rank:
+                if not isinstance(placement, Partial) or placement.reduce != 'sum':
+                    continue
+                if tensor.name in self._behind and tensor.consumers() and tensor.shape.rank:
                     sums[placement.rows, tensor.dtype].append(tensor)
             for tensors in sums.values():
                 if len(tensors) > 1:

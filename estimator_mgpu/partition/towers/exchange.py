@@ -60,8 +60,8 @@ def add_up(
         totals = []
         for position in dict.fromkeys(_in_column(column, v.position, level) for v in vectors):
             device = slices.grid.device(position)
-            total = nodes.sum(pieces[position], dtype, device)
-            totals.append(Vector(total, device, position))
+            added = nodes.sum(pieces[position], dtype, device)
+            totals.append(Vector(added, device, position))
         sums += add_up(nodes, slices, column, totals, dtype, level + 1)
     return sums
 

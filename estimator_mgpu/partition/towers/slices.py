@@ -111,6 +111,7 @@ class Slices:
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
+        self._unsliced_bytes: Counter[str] = Counter()  # by their owner's memory
         # Several machines share a value among each other, and then each among its devices: among
         # one of those that share their memory.
         self._memories: dict[str, str] = {}  # by memory, the first device
@@ -182,7 +183,7 @@ class Slices:
 
     def _find_large(self) -> list[str]:
         """The names of the values that are sliced: as few as possible, always the largest ones."""
-        self._unsliced_bytes: Counter[str] = Counter()  # by their owner's memory
+        self._unsliced_bytes.clear()
         for value in self._sent.values():
             self._unsliced_bytes[memory_of(value.owner)] += value.size
         count = len(self._memories)
