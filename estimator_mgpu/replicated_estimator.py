@@ -53,7 +53,7 @@ def _explains_checkpoint_errors(method: Any) -> Any:
     def call(*args: Any, **kwargs: Any) -> Any:
         arguments = inspect.signature(method).bind(*args, **kwargs).arguments
         path = arguments.get('checkpoint_path')
-        with checkpoint_files.file_errors_explained(arguments['self'].model_dir, path):
+        with checkpoint_files.checked_files(arguments['self'].model_dir, path):
             return method(*args, **kwargs)
 
     return call
@@ -140,7 +140,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
           checkpoint_path: the checkpoint that is read; None for the last one.
           warm_start: the settings of what variables start from.
         """
-        files = checkpoint_files.file_errors_explained(self.model_dir, checkpoint_path, warm_start)
+        files = checkpoint_files.checked_files(self.model_dir, checkpoint_path, warm_start)
         with failures.op_errors_explained(), files:
             yield
 

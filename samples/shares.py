@@ -20,7 +20,7 @@ import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 from estimator_mgpu import steps
-from estimator_mgpu.reports.explain import ops_run_once
+from estimator_mgpu.reports.work import ops_run_once, works_of
 
 FLAGS = flags.FLAGS
 flags.DEFINE_list('models', list(shares_models.MODELS), 'Models to run.')
@@ -43,7 +43,7 @@ def main(argv):
         plan = steps.of_graph(graph).plan
         busiest = max(kernels.values()) / sum(kernels.values())
 
-        once = ops_run_once(plan)
+        once = ops_run_once(plan, works_of(plan))
         share = sum(op.share for op in once)
         largest = graph.get_operation_by_name(once[0].name).type if share >= 0.01 else ''
         print(f'{name:22} {busiest:27.0%} {share:10.0%} {largest}'.rstrip(), flush=True)

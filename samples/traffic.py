@@ -48,7 +48,7 @@ from estimator_mgpu.cluster import machine_input, sessions
 from estimator_mgpu.devices import CHIEF, device_spec, machine_of
 from estimator_mgpu.model_fns.spec_results import result_ops
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.reports import explain
+from estimator_mgpu.reports import traffic
 from estimator_mgpu.tf_internals import graphs, kernels, op_types
 
 FLAGS = flags.FLAGS
@@ -113,7 +113,7 @@ def count(model_fn, machines):
         spec, _ = build(model_fn, machines)
         sessions.place_on_chief(graph)
         sent, received = collections.Counter(), collections.Counter()
-        for *ends, size in explain.messages([spec.train_op, spec.loss.op], CHIEF):
+        for *ends, size in traffic.messages([spec.train_op, spec.loss.op], CHIEF):
             source, target = map(machine_of, ends)
             if source != target:
                 sent[source] += size
@@ -161,7 +161,7 @@ def count_clicks(model, target, devices):
         sessions.place_on_chief(graph)
         crossing = [
             (machine_of(source), machine_of(to), tensor)
-            for source, to, tensor in explain.tensors_sent([spec.train_op, spec.loss.op], CHIEF)
+            for source, to, tensor in traffic.tensors_sent([spec.train_op, spec.loss.op], CHIEF)
             if machine_of(source) != machine_of(to)
         ]
         config = tf.ConfigProto()
@@ -277,7 +277,7 @@ def count_on_devices(name, count, machines=1):
     sent, received = collections.Counter(), collections.Counter()
     of_machines = collections.Counter()
     messages = 0
-    for source, target, size in explain.messages(results, HOST):
+    for source, target, size in traffic.messages(results, HOST):
         if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
             sent[source] += size
             received[target] += size
@@ -296,7 +296,7 @@ def hops(results, first):
 
     Ops without a device count as on the first one.
     """
-    devices = {op: explain.device_of_op(op, first) for op in graphs.ancestors(results)}
+    devices = {op: traffic.device_of_op(op, first) for op in graphs.ancestors(results)}
     counts = {}
     for op in graphs.topological_order(list(devices)):
         counts[op] = max(
@@ -343,7 +343,7 @@ def copies(results):
         nodes[op] = tf.NodeDef()
         nodes[op].CopyFrom(op.node_def)
         is_fed = op.type in op_types.PLACEHOLDERS
-        device = explain.device_of_op(op, HOST if is_fed else f'{CHIEF}/device:GPU:0')
+        device = traffic.device_of_op(op, HOST if is_fed else f'{CHIEF}/device:GPU:0')
         nodes[op].device = kernels.device_for(op.node_def, device)
 
     copied = set()

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.order import facts
 from forks import forks
 from towers import behavior_of, free_addresses
 
@@ -53,7 +53,7 @@ def seeded():
 @pytest.fixture(autouse=True)
 def checked(monkeypatch):
     """Each graph that is changed has to touch state in the order that it had."""
-    monkeypatch.setenv(check.VARIABLE, '1')
+    monkeypatch.setenv(facts.VARIABLE, '1')
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 import towers
 from estimator_mgpu import steps
-from estimator_mgpu.reports.explain import ops_run_once
+from estimator_mgpu.reports.work import ops_run_once, works_of
 
 WIDTH, STEPS = 3, 5
 MODELS = {}
@@ -377,5 +377,5 @@ def test_a_network_in_a_branch_is_sharded(sliced):
     plan = steps.of_graph(ours.graph).plan
     products = {op.name for op in plan.order if op.type == 'MatMul' and 'recompute' not in op.name}
     assert len(products) == 12 and products <= plan.ops.keys()
-    share = sum(op.share for op in ops_run_once(plan))
+    share = sum(op.share for op in ops_run_once(plan, works_of(plan)))
     assert share == 0 if not sliced else 0 < share < 0.15

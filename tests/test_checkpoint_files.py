@@ -245,7 +245,7 @@ def test_a_full_disk(error, model_dir):
     ]
     for message in messages:
         given = RuntimeError(message) if error is RuntimeError else error(None, None, message)
-        with pytest.raises(error) as info, checkpoint_files.file_errors_explained(str(model_dir)):
+        with pytest.raises(error) as info, checkpoint_files.checked_files(str(model_dir)):
             raise given
         assert str(info.value) == (
             f"{model_dir} can't be written to: {reason}. The checkpoints are kept, and training "
@@ -257,7 +257,7 @@ def test_a_full_disk(error, model_dir):
         kept = f'training goes on from {BEFORE}' if text else 'There is no checkpoint yet'
         with (
             pytest.raises(error, match=kept),
-            checkpoint_files.file_errors_explained(str(model_dir)),
+            checkpoint_files.checked_files(str(model_dir)),
         ):
             (model_dir / 'checkpoint').write_text(text)
             raise given
@@ -269,11 +269,11 @@ def test_errors_of_something_else(model_dir):
     for message in ('OOM when allocating tensor', f'{model_dir}2/a; Read-only file system', ''):
         given = tf.errors.ResourceExhaustedError(None, None, message)
         with pytest.raises(tf.errors.ResourceExhaustedError) as info:
-            with checkpoint_files.file_errors_explained(str(model_dir)):
+            with checkpoint_files.checked_files(str(model_dir)):
                 raise given
         assert info.value is given
     given = tf.errors.NotFoundError(None, None, f'{model_dir}/words; No such file or directory')
-    with pytest.raises(NOT_FOUND) as info, checkpoint_files.file_errors_explained(str(model_dir)):
+    with pytest.raises(NOT_FOUND) as info, checkpoint_files.checked_files(str(model_dir)):
         raise given
     assert info.value is given
 

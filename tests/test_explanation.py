@@ -13,8 +13,8 @@ import estimator_mgpu
 from estimator_mgpu.devices import has_useless_passes
 from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.reports import pictures
-from estimator_mgpu.reports.explain import _micro_batches
 from estimator_mgpu.reports.notebooks import Table, html_of
+from estimator_mgpu.reports.start_of_training import _micro_batches
 from models import floats, spec_of, step
 
 TOWERS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import steps
-from estimator_mgpu.reports import explain
+from estimator_mgpu.reports import traffic
 from estimator_mgpu.tf_internals import graphs
 from models import (
     adam,
@@ -187,7 +187,7 @@ def test_one_sum_of_a_device_is_sent():
             model_fn = regression(adam)
             replicated = estimator_mgpu.replicate(model_fn, devices=2, microbatches=microbatches)
             spec = replicated(features=features, labels=labels, mode=TRAIN)
-            moved = explain.messages([spec.train_op, spec.loss.op], '/device:CPU:0')
+            moved = traffic.messages([spec.train_op, spec.loss.op], '/device:CPU:0')
             # What a device is given of the batch comes in parts, but is as much.
             own = [
                 size

@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.batches import end_of_data
 from estimator_mgpu.model_fns.spec_results import result_ops
-from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.order import check, facts
 from estimator_mgpu.tf_internals import graphs, private
 from models import floats, sgd, spec_of, step
 from test_order import counts_by_hand, usual
@@ -422,9 +422,10 @@ def test_a_value_that_is_sent_before_a_write_is_found(monkeypatch):
 
 
 def test_users_switch_it_on(monkeypatch):
-    monkeypatch.delenv(check.VARIABLE)
+    monkeypatch.delenv(facts.VARIABLE)
     with built(usual, BATCHES, 2, TRAIN):
         assert steps.of_graph(tf.get_default_graph()).facts is None
     for value, is_on in (('1', True), ('0', False), ('', False)):
-        monkeypatch.setenv(check.VARIABLE, value)
-        assert check.is_on() == is_on
+        monkeypatch.setenv(facts.VARIABLE, value)
+        with tf.Graph().as_default() as graph:
+            assert (facts.noted(graph, []) is not None) == is_on

@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.reports import explain
+from estimator_mgpu.reports import traffic
 from estimator_mgpu.tf_internals import graphs
 from models import adam, batches, floats, sgd, spec_of, step, weights
 from towers import TRAIN, behavior_of, compare, nodes_of_a_step, session, train
@@ -66,7 +66,7 @@ def test_messages_of_a_step(towers):
     """Those that TensorFlow sends: few, and as `explain` counts them."""
     with tf.Graph().as_default(), session(towers) as run:
         spec = replicated(momentum, towers)
-        ends = explain.messages([spec.train_op], '/device:CPU:0')
+        ends = traffic.messages([spec.train_op], '/device:CPU:0')
         run.run(tf.global_variables_initializer())
         sent = sum(node.op == '_Send' for node in nodes_of_a_step(run, spec.train_op))
     others = towers - 1

@@ -29,7 +29,7 @@ from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
-from estimator_mgpu.partition.towers.op_devices import place_ops
+from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from models import sgd, spec_of

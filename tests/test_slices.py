@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.towers import sharing, slices, values
+from estimator_mgpu.partition.towers import build_towers, sharing, slices
 from estimator_mgpu.partition.towers.exchange import Handed, Vector, add_up
 from estimator_mgpu.partition.towers.slices import Sent, Slices
 from estimator_mgpu.tf_internals import op_types
@@ -123,7 +123,7 @@ def test_a_table_of_which_rows_are_sent(use_resource, monkeypatch):
         return sent
 
     sharded, sent = {}, {}
-    monkeypatch.setattr(values, 'find_sent', find_sent)
+    monkeypatch.setattr(build_towers, 'find_sent', find_sent)
     with tf.Graph().as_default() as graph, tf.variable_scope('', use_resource=use_resource):
         ids = tf.sparse_placeholder(tf.int32, [None, 4])
         estimator_mgpu.replicate(model_fn, devices=3)(ids)

@@ -4,7 +4,7 @@ In: features and labels as an input_fn gives them. Out: a `Batch`, which says wh
 and how many examples there are.
 
 If the graph knows that a batch has fewer examples than devices, `partition.divide.divide()` shards
-nothing, and the log says so (`reports.explain.log_sharding`). If only a step knows, the batch is
+nothing, and the log says so (`reports.start_of_training`). If only a step knows, the batch is
 sharded, and some towers have no example: see `partition.towers.shards`.
 """
 

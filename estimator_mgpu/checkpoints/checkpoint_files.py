@@ -72,7 +72,7 @@ def check(model_dir: str) -> None:
 
 
 @contextlib.contextmanager
-def file_errors_explained(
+def checked_files(
     model_dir: str, path: str | None = None, warm_start: Any = None
 ) -> Iterator[None]:
     """Checks the files that a call will read, and explains errors with files that it raises.

@@ -8,7 +8,7 @@ What a process is:
 
 - `tf_config`: what TF_CONFIG has to be.
 - `join`: the process joins its cluster once, as one of its tasks.
-- `task`: what all tasks have: a server, and waiting for the others.
+- `task`: what all tasks have: a server, and waiting for the others, with its time limit.
 - `chief`, `serve`, `evaluator`: what each kind of task does.
 
 What a training needs:
@@ -26,5 +26,6 @@ How tasks know of each other:
 - `watch`, `sigterm`: tasks that don't answer, and SIGTERM, while a step waits in TensorFlow.
 - `restarts`: sessions that are lost, as when a worker dies.
 - `exits`: with which error and status this process ends, which Python doesn't tell.
-- `ending`: what the chief leaves of that, and how all other tasks end by it.
+- `ending`: what the chief leaves of that, and how all other tasks end by it. If it leaves nothing,
+  they wait for another chief, as `task` says.
 """

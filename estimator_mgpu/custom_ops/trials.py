@@ -21,10 +21,10 @@ from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
-from estimator_mgpu.partition.rules import PRODUCTS, RULES
+from estimator_mgpu.partition.rules import HEAVY, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
-from estimator_mgpu.partition.towers.op_devices import place_ops
+from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
 
@@ -357,7 +357,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     devices = [f'/device:CPU:{i}' for i in range(towers)]
     results = [trial.op for trial in trials]
     division = Division(graph, total=total, devices=devices, results=results)
-    division.plan = propagate(sources, [], ops, rows, RULES, PRODUCTS, frozenset(), {})
+    division.plan = propagate(sources, [], ops, rows, RULES, HEAVY, frozenset(), {})
     place_ops(division)
     division.order = Order(graph.get_operations())
     return build_towers(division)

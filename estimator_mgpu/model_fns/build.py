@@ -21,17 +21,18 @@ from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns import later_gradients
 from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
+from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition import fetches
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.order import check, facts
 from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
 )
 from estimator_mgpu.partition.towers.build_towers import Towers
 from estimator_mgpu.partition.towers.variable_devices import place_variables
-from estimator_mgpu.reports import explain
+from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
 
@@ -92,7 +93,7 @@ def build(
     graph_defs.serialize_once(tf.get_default_graph())
     graph_defs.write_text_by_c()
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
-        explain.log_sharding(options['devices'], options['microbatches'], arguments.get('config'))
+        log_sharding(options['devices'], options['microbatches'], arguments.get('config'))
     return spec
 
 
@@ -118,7 +119,7 @@ def _build_on_one(
     spec = call('' if options['devices'] is None else tower)
     with no_garbage_collection():
         open_pairs = decide_order(spec)
-        facts = _facts(spec)
+        before = facts.noted(tf.get_default_graph(), result_ops(spec))
 
         examples = batch.examples_of(leaves)
         recomputation = _recompute(spec, tensors, existing_ops, options)
@@ -128,7 +129,7 @@ def _build_on_one(
         [tower],
         recomputation=recomputation,
         open_pairs=open_pairs,
-        facts=facts,
+        facts=before,
     )
 
 
@@ -154,9 +155,9 @@ def _build_on_several(
         global_batch = unknown_ranks.shapes_told_by_model(global_batch)
         spec, step = _divided(spec, global_batch, devices, existing_ops, options)
         if step.plan is None:
-            facts = _facts(spec)
-            step = step._replace(recomputation=_recompute(spec, tensors, existing_ops, options))
-            step = step._replace(facts=facts)
+            before = facts.noted(tf.get_default_graph(), result_ops(spec))
+            recomputation = _recompute(spec, tensors, existing_ops, options)
+            step = step._replace(facts=before, recomputation=recomputation)
     return spec, step._replace(open_pairs=open_pairs)
 
 
@@ -194,6 +195,7 @@ def _divided(
         turns=options['microbatches'],
         results=result_ops(spec),
         step_results=results_of_step(spec),
+        gradient_calls=gradients_by_call(graph),
         recomputed_loss=spec.loss if _recomputes(spec, options) else None,
     )
     try:
@@ -226,13 +228,6 @@ def _divided(
         facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
-
-
-def _facts(spec: Any) -> check.Facts | None:
-    """What has to stay true of the default graph, if that's to be checked."""
-    if not check.is_on():
-        return None
-    return check.Facts(tf.get_default_graph(), result_ops(spec))
 
 
 def _recompute(

@@ -1,7 +1,7 @@
 """Estimates how many bytes a tensor has: what it costs to send or to copy it.
 
-Whether an op is sharded is no matter of cost: it is, if a rule says how. The only exception are
-rows that aren't examples, which begin with products (`rules.PRODUCTS`).
+Whether an op is sharded is no matter of cost: it is, if a rule says how. The only exception is
+where sharding starts by rows that aren't examples: at heavy ops (`rules.HEAVY`).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.order import check
+from estimator_mgpu.partition.order import facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
@@ -23,10 +23,10 @@ from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
-from estimator_mgpu.partition.rules import OF_DEVICE, PRODUCTS, RULES
+from estimator_mgpu.partition.rules import HEAVY, OF_DEVICE, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
-from estimator_mgpu.partition.towers.op_devices import place_ops
+from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
 
@@ -65,9 +65,8 @@ def _inline_functions(division: Division) -> None:
 
 
 def _note_facts(division: Division) -> None:
-    if check.is_on():
-        results = [division.op_in_place_of(result) for result in division.results]
-        division.facts = check.Facts(division.graph, results)
+    results = [division.op_in_place_of(result) for result in division.results]
+    division.facts = facts.noted(division.graph, results)
 
 
 def _recompute(division: Division) -> None:
@@ -97,7 +96,7 @@ def _plan(division: Division) -> None:
         order_units(dependents(division.inputs, division.existing_ops), division.loops),
         RowSpace('batch', batch.static),
         RULES | OF_DEVICE if division.batch_norm == 'device' else RULES,
-        PRODUCTS,
+        HEAVY,
         unused=division.unused,
         reasons=_reasons_of_unknown_ranks(batch),
         may_be_dead=division.order.liveness.output_may_be_dead,

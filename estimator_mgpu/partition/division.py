@@ -12,10 +12,10 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import Batch
-from estimator_mgpu.partition.order.check import Facts
+from estimator_mgpu.partition.order.facts import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.rules import PRODUCTS
+from estimator_mgpu.partition.rules import HEAVY
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -43,6 +43,7 @@ class Division:
         there are fewer examples.
       results: ops of what an EstimatorSpec gives, or whatever is wanted of the graph.
       step_results: those for which a step is run in this mode: turns may need all of these.
+      gradient_calls: the gradients of each call of an optimizer's `apply_gradients`.
       recomputed_loss: the loss, if forward ops are computed again for its gradients.
       bypasses_needless_ops: whether towers have no copies of ops that give what they are given;
         otherwise each op runs as its rule says.
@@ -57,8 +58,8 @@ class Division:
       order: in which the graph touches state.
       loops: the loops of TensorFlow 1.
       plan: which ops are sharded, and how.
-      full_value_devices: by the names of tensors, where their full values are made; by those of ops
-        that run once, where these run.
+      full_value_devices: where full values are made: by the names of tensors that towers have, and
+        by the names of ops that run once, which give full values themselves.
     """
 
     graph: tf.Graph
@@ -70,6 +71,7 @@ class Division:
     turns: int = 1
     results: Sequence[tf.Operation] = ()
     step_results: Sequence[Result] = ()
+    gradient_calls: Sequence[Sequence[tf.Tensor]] = ()
     recomputed_loss: tf.Tensor | None = None
     bypasses_needless_ops: bool = True
 
@@ -111,7 +113,7 @@ class Division:
         It's no matrix product, say, touches no state, and is in no loop of TensorFlow 1. Whoever
         fetches what it gives may run it on one device.
         """
-        if op.type in PRODUCTS or op.type in op_types.FUNCTION_CALLERS:
+        if op.type in HEAVY or op.type in op_types.FUNCTION_CALLERS:
             return False
         if self.order.bits(op) or any(map(self.order.variables_behind, op.outputs)):
             return False

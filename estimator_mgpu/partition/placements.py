@@ -140,14 +140,15 @@ class CountedByTower(NotGatherable):
 class Positions(CountedByTower):
     """Where the rows of a selection stood before `tf.dynamic_partition` or a mask picked them.
 
-    Such are the indices of a sparse tensor: each begins with the row in which its entry is. Each
-    tower counts from its own first row.
+    Each tower counts from its own first row. If the towers have 2 rows each, and the mask is
+    [True, False] and [True, True], the positions are [0] and [0, 1]. The indices of a sparse tensor
+    are positions, too: each begins with the row in which its entry is.
     """
 
     selection: RowSpace  # mostly `SelectedRows`
-    # All that were selected together; () for a mask, as rows that it leaves out are in none.
+    # Of `tf.dynamic_partition`, all parts, which together have each row once; () for a mask.
     selections: tuple[SelectedRows, ...]
-    rows: RowSpace  # of what selections were made of
+    rows: RowSpace  # those that were picked from
     factor: Size  # how many entries each of these rows had
     repeats: Size = ONE  # how many positions there are for each row of the selection
     fill_rows: bool = False  # whether they are in ascending order, and each entry has some
@@ -164,7 +165,7 @@ class Positions(CountedByTower):
 
     @property
     def total(self) -> Size:
-        """How many entries all towers have together of what selections were made of."""
+        """How many entries all towers have together of what was picked from."""
         return self.factor * full_size(self.rows)
 
     @property

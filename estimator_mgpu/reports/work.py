@@ -1,4 +1,4 @@
-"""How much work ops are, those within functions and loops included.
+"""How much work ops are, those within functions and loops included, and which of them run once.
 
 A `While` with a network in its body may give one number. Its work is that of the body: the bytes
 that the ops there give, and how many of them are matrix products or convolutions. How many steps a
@@ -7,15 +7,27 @@ loop takes, nobody knows before, so one step counts. Of branches, that with the 
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.tf_internals import function_calls, op_types
+from estimator_mgpu.tf_internals import function_calls, op_types, private
+
+
+class Once(NamedTuple):
+    """An op that runs once, unsharded, although what it computes depends on the batch."""
+
+    name: str
+    why: str  # why it runs once; or why the op that computes its inputs does
+    gathered: int  # bytes gathered for it in a step; ops that need the same tensor share them
+    share: float  # its part of the output, in bytes, of all ops that depend on the batch: 0 to 1
+    line: str  # of the model_fn, or of what it calls: 'model.py:12'; '' if that isn't known
 
 
 class Work(NamedTuple):
@@ -25,7 +37,10 @@ class Work(NamedTuple):
     products: int = 0  # how many of them are matrix products or convolutions
 
 
-def works_of(plan: Plan) -> dict[tf.Operation, Work]:
+Works = Mapping[tf.Operation, Work]
+
+
+def works_of(plan: Plan) -> Works:
     """The work of each op that depends on the batch: of sharded ones, and of those that run once.
 
     The work of a v1 loop is that of one of the ops that give its results.
@@ -66,3 +81,42 @@ def _work_in(function: Any) -> Work:
 def _added(works: Iterable[Work]) -> Work:
     works = list(works)
     return Work(sum(work.bytes for work in works), sum(work.products for work in works))
+
+
+def ops_run_once(
+    plan: Plan, works: Works, line: Callable[[tf.Operation], str] = lambda op: ''
+) -> list[Once]:
+    """The ops that run once, the costliest first.
+
+    Args:
+      plan: the graph's.
+      works: the work of its ops.
+      line: tells the line of the program that made an op.
+    """
+    total = sum(work.bytes for work in works.values()) or 1
+    ops = []
+    for op, work in works.items():
+        if op.name in plan.once:
+            why, gathered = plan.once[op.name]
+            ops.append(Once(op.name, why, gathered, work.bytes / total, line(op)))
+    return sorted(ops, key=lambda once: (-once.share, -once.gathered))
+
+
+def by_scope(plan: Plan, works: Works) -> dict[str, dict[str, int]]:
+    """Bytes of output by outermost scope and kind, in the model's order.
+
+    Gradients count in the scope of the op whose gradients they are, and copies in that of the op.
+    """
+    scopes: dict[str, Counter[str]] = {}
+    for op in sorted(works, key=private.creation_index):
+        name = re.sub(r'^((gradients|recompute)(_\d+)?/)+', '', op.name)
+        scope = name.partition('/')[0].removesuffix('_grad')
+        sizes = scopes.setdefault(scope, Counter())
+        if op.name in plan.once:
+            sizes['once'] += works[op].bytes
+            continue
+        partial = [t for t in op.outputs if isinstance(plan.placements.get(t.name), Partial)]
+        size = sum(map(bytes_of, partial))
+        sizes['partial'] += size
+        sizes['shard'] += max(works[op].bytes - size, 0)
+    return {scope: dict(+sizes) for scope, sizes in scopes.items() if +sizes}

@@ -1,15 +1,12 @@
 """The order in which a step touches state: variables, tables, queues, the log, random numbers.
 
-    open pairs --> calls, branches and loops taken apart --> rewrites --> Order --+
-                                      |                                           |
-                                      |                                           v
-                                      |                               rewrites, towers, waits
-                                      |                                           |
-                                      |                                           v
-                                      +---> Facts ----------------------------> check
+One device has an order, and several have to keep it:
 
-One device has an order, and several have to keep it. `order` tells it, of the finished graph, to
-whoever changes the graph; `open_pairs` decides what the graph leaves to chance. What copies and the
-user's ops then wait for, `towers.waits` says in one place. `check` compares the divided graph with
-the facts.
+1. `open_pairs` decides what the model_fn's graph leaves to chance, by control edges.
+2. The first steps of `divide` turn calls, branches and loops into ops. All accesses are visible
+   then, so the `facts` for the check are noted.
+3. Up to `_find_order`, control edges in the graph hold the order.
+4. From there on `order` holds it, and whoever changes the graph asks it. Control edges are
+   bypassed; `towers.waits` says, in one place, what copies and the user's ops wait for.
+5. `check` compares the divided graph with the facts.
 """

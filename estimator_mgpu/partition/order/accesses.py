@@ -8,8 +8,9 @@ so each op that uses this output reads the variable when it runs:
 
     w (reference) --> Identity --> MatMul           MatMul reads w
 
-This is a *late read*. The outputs of a call, and of a branch or loop of TensorFlow 2, are alike:
-TensorFlow takes these apart, so who uses an output also reads late what the functions read.
+This is a *late read*. It's the same with such an `Identity` in a function: TensorFlow puts the ops
+of calls, and of branches and loops of TensorFlow 2, into the graph, so whoever uses what a call
+gives reads late what the function reads.
 """
 
 from __future__ import annotations

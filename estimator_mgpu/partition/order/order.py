@@ -4,9 +4,9 @@ Variables, tables, queues, the log and random numbers are state. Most of what an
 computes, and if it's computed earlier or later, nobody can tell. `Order` says which ops of the
 finished graph have to keep their order when it's changed:
 
-- What has a side effect comes after all side effects that it came after.
-- A variable is read before and after the writes that it was read before and after.
-- To run an op runs all side effects that it ran, random draws included.
+- Two ops with side effects: the one that came first still comes first.
+- A read of a variable and a write to it: the same.
+- Whoever runs an op runs all side effects that came with it, random draws included.
 
 A placeholder waits for nothing: TensorFlow drops what a tensor waits for if it's fed.
 """

@@ -1,6 +1,15 @@
 """Decides which ops are sharded, and where each tensor's values are.
 
-In: the placements of the batch. Out: a `Plan`. `engine` visits the ops in order and asks `rules`
-about each; nothing is added to the graph here. Before, `unused_gradients` finds ops that need no
-decision; afterwards, `needless_ops` takes ops out of the plan.
+In: the placements of the batch. Out: a `Plan`. Nothing is added to the graph here.
+
+- `engine` visits the ops in order, and has what they need decided; ops that ask for shapes need no
+  rule: sizes are known without a gather.
+- `decisions`: how one op runs, also if what it's given is partial: `op_types.PARTIAL_INPUTS` has
+  the ops that pass partial results on. It words why an op runs once.
+- `matching`: along which label of its rule an op is sharded; `accepted_shapes` asks TensorFlow.
+- `loops`, `branches`, `called_functions`, `function_bodies`: ops that call functions, and loops and
+  branches of TensorFlow 1. `kept_values`: what loops keep for their gradients.
+- `scope`: what is known of a graph, or of a function, while its ops are visited.
+- `unused_gradients`, before, finds ops that need no decision; `needless_ops`, afterwards, takes ops
+  out of the plan.
 """

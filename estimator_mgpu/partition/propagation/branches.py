@@ -1,12 +1,13 @@
 """How branches and calls of functions are sharded.
 
-All towers take the same branch, as the op that chooses one runs once. All branches have to give a
-value in the same placement, but for what is replicated or empty in one of them, and for Optionals.
+All towers take the same branch, but for assertions, as the op that chooses one runs once. All
+branches have to give a value in the same placement, but for what is replicated or empty in one of
+them, and for Optionals.
 
 In loops and functions, `tf.cond` and `tf.switch_case` stay ops that call functions, and so do calls
 in branches, and calls that XLA compiles. Each tower calls its own copy of the function, with its
 shards of the arguments. An assertion in a function is a branch, too, which fails unless its
-condition holds. There each tower chooses by its own examples.
+condition holds: by that, each tower asks for its own examples.
 
 Branches of TensorFlow 1 are made of ops. A `Switch` passes its input on to one of two branches, and
 a `Merge` passes on what comes out of the branch that was taken. The ops of the other branch don't

@@ -70,9 +70,10 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
 
 
 def _keeps_height(decision: Decision, placements: Sequence[Placement]) -> bool:
-    """Whether a sparse tensor has as many rows as towers count those of its entries.
+    """Whether a sparse tensor's shape has as many rows as its entries' positions are counted in.
 
-    It may have more, of which the last ones are empty: then another tower's are the entries'.
+    It may have more, the last of them without entries. If these were shared over the towers, a
+    tower's rows wouldn't be those in which its entries are counted.
     """
     needs = decision.plan.needs
     shapes = [need for need in needs if isinstance(need, LocalShape)]

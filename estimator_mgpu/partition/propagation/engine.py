@@ -68,7 +68,7 @@ def propagate(
     order: Sequence[Unit],
     batch: RowSpace,
     rules: dict[str, Rule],
-    products: Container[str],
+    heavy: Container[str],
     unused: Set[str],
     reasons: Mapping[str, str],
     may_be_dead: Callable[[tf.Tensor], bool] = lambda _: False,
@@ -83,7 +83,7 @@ def propagate(
         in the place of its ops.
       batch: the batch's row space.
       rules: by type of op.
-      products: types of ops that are worth sharding along other row spaces than the batch's.
+      heavy: types of ops that are worth sharding along other row spaces than the batch's.
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
       may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
@@ -96,7 +96,7 @@ def propagate(
     while True:  # Each pass but the last adds to one of these, and nothing is taken away.
         scope = Scope(
             batch,
-            Rules(rules, CALL_RULES, products),
+            Rules(rules, CALL_RULES, heavy),
             Sizes(),
             reduced=reduced,
             run_once=run_once,
@@ -403,9 +403,9 @@ class _Pass:
     def _reason_of_pass_before(self, op: Unit, placements: Sequence[Placement]) -> str | None:
         """Why an op needed all of a list in an earlier pass; None if it needed none.
 
-        The maker of that list has run once since, so in this pass the op may have another reason.
-        If the op could be sharded earlier, it now runs once because of the list, and so for the
-        reason of the first op that needed all of it.
+        After that pass, the maker of the list runs once, and so do all ops that use the list, in
+        this pass. Of these, the op that needed all of it keeps its own reason. Others could be
+        sharded before: they run once because of it, so its reason is theirs.
         """
         if not self.scope.run_once:  # Almost no model has such lists, and models have many ops.
             return None

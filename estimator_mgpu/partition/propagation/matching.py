@@ -192,14 +192,14 @@ class Match:
         """The same for dimension 0 of what was gathered.
 
         If that has another row space than the batch's, as what `tf.boolean_mask` gives, only
-        products such as `MatMul` are worth sharding.
+        heavy ops such as `MatMul` are worth sharding.
         """
         labels = labels_of(operand)
         dims = self._sizes.dims(tensor)
         if not labels or not dims or tensor.name not in self._scope.reshardable:
             return []
         rows = dims[0].rows or self._scope.batch
-        if rows is not self._scope.batch and self._op.type not in self._scope.rules.products:
+        if rows is not self._scope.batch and self._op.type not in self._scope.rules.heavy:
             return []
         return [(labels[0], dims[0], rows)]
 

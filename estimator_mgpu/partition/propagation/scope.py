@@ -32,7 +32,7 @@ class Rules(NamedTuple):
 
     of_ops: Mapping[str, Rule]
     of_calls: Mapping[str, CallRule]  # loops, branches and calls, those of TensorFlow 1, too
-    products: Container[str]  # worth sharding along row spaces that aren't the batch's
+    heavy: Container[str]  # worth sharding along row spaces that aren't the batch's
 
 
 @dataclass

@@ -7,7 +7,8 @@ special ops. `lists`, `handles`, `selections` and `entries` are apart: functions
 placements.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
-never a number. Rules know sizes, but no towers and no devices.
+never a number. An op that may run only once a step, such as a print, must have none: outside of
+functions, nobody else asks. Rules know sizes, but no towers and no devices.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from estimator_mgpu.partition.rules.notation import Rule
 
 # Ops worth sharding by rows that aren't the examples, such as the entries that a mask leaves. What
 # is sharded so has to be gathered in the end, so cheap ops aren't: they only go on with it.
-PRODUCTS: dict[str, Rule] = {
+HEAVY: dict[str, Rule] = {
     **images.RULES,
     **linear_algebra.RULES,
     **neural_networks.RULES,
@@ -46,7 +47,7 @@ RULES: dict[str, Rule] = {
     **reduction_ops.RULES,
     **shapes.RULES,
     **strings.RULES,
-    **PRODUCTS,
+    **HEAVY,
 }
 
 # These take the place of the same ops' rules if each device uses its own batch norm statistics.

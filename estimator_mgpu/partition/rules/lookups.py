@@ -1,7 +1,8 @@
 """Ops that look entries up by indices, and their inverse, sums by segments.
 
 Each index is looked up by itself, so the op is sharded as the indices are, and each tower needs all
-of the table.
+of the table. The gradient of a table has a row for each index: these rows are gathered. Only those
+of sparse features are summed by id on each tower before: see `entries`.
 """
 
 from __future__ import annotations

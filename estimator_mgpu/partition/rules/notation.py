@@ -27,8 +27,9 @@ the op is sharded along n, each tower has a partial sum. An output that lacks th
 reduction is not allowed.
 
 A capital's dimensions are matched from the last, as in broadcasting: with 'S S -> S', shapes
-[8, 5] and [5] have the labels (S2, S1) and (S1,). In a word with `...`, a capital has as many
-dimensions as in a word without `...`: in 'I_ -> I...', as many as the input has, minus one.
+[8, 5] and [5] have the labels (S2, S1) and (S1,). Beside `...`, a capital has as many dimensions as
+where it stands without: in 'I_ -> I...', `I` is all of the input but for the last dimension, and
+`...` what else the output has.
 
 Dimensions with one letter have the same size, or size 1 and are broadcast. An operand with 1 entry
 is never sliced, so an operand whose size is known only when the step runs isn't sliced beside a
@@ -69,7 +70,8 @@ class Signature(NamedTuple):
     dims: Sequence[Sequence[Size | None] | None] | None = None
     attrs: dict[str, Any] = {}  # attributes that are different on towers
     # Of labels with different sizes on inputs and outputs: whether the op takes the entries to be
-    # in blocks, as in `Shard`. The order means nothing to other ops, if it's the same everywhere.
+    # in blocks, as in `Shard`. For labels that aren't here, any order of the entries will do, as
+    # long as all of the op's operands have the same.
     in_blocks: Mapping[Label, bool] = {}
     unused: Sequence[int] = ()  # outputs that no op uses
     # What holds as well, for an op that cannot be sharded as above.

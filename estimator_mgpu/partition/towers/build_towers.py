@@ -22,10 +22,14 @@ from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
-from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.origins import Origins
+from estimator_mgpu.partition.towers.packing import find_packs
 from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
+from estimator_mgpu.partition.towers.sending import Sender
+from estimator_mgpu.partition.towers.slices import Slices, find_sent
 from estimator_mgpu.partition.towers.turn_gates import add_gates
 from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
@@ -208,17 +212,22 @@ def _collect_nodes(
     plan = division.plan
     first = next(iter(plan.order), None)
     nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
-    values = Values(division, ops, towers, nodes)
-    waits = Waits(ops, plan, division.order, values)
-    everywhere = Everywhere(plan, division.order, towers, values, waits, nodes)
-    copies = Copies(plan, towers, values, waits, everywhere, nodes)
+    devices = [tower.device for tower in towers]
+    origins = Origins(division, ops, devices[0], nodes.host)
+    waits = Waits(ops, plan, division.order, origins)
+    packs = find_packs(division, ops, origins.device_of_full)
+    slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
+    values = Values(division, origins, packs, slices, towers, nodes)
+    sender = Sender(values, packs, slices, devices, nodes)
+    everywhere = Everywhere(plan, division.order, towers, values, sender, waits, nodes)
+    copies = Copies(plan, towers, values, sender, waits, everywhere, nodes)
 
     for name, op_plan in plan.ops.items():
         op = graph.get_operation_by_name(name)
         with nodes.serving(op):
             copies.add(op, op_plan)
-    for tensor, is_only_fetched in worth_making(division, values, result_ops):
-        values.full(tensor, is_only_fetched)
+    for tensor in worth_making(division, origins, result_ops):
+        values.full(tensor)
     control_inputs: dict[tf.Operation, list[str]] = {}
     for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):
         with nodes.serving(op):
@@ -277,7 +286,7 @@ def _control_inputs(
     if not (before or added):  # as of most ops
         return []
     is_group = op.type == op_types.NO_OP
-    if values.runs_only_if_fetched(op):
+    if values.origins.runs_only_if_fetched(op):
         # No messages are saved by nodes that join others.
         waited_for = [op] if is_group and op.name in plan.ops else before
         return _names_of_ops([*waited_for, *added], plan, towers, values)

@@ -31,8 +31,9 @@ from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.op_devices import device_of
+from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.partition.towers.packing import Pack
+from estimator_mgpu.partition.towers.sending import Sender
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
@@ -51,6 +52,7 @@ class Everywhere:
       order: in which the user's graph touched state.
       towers: those that have local values.
       values: these, and full values.
+      sender: knows what is packed.
       waits: what the user's ops wait for.
       nodes: where nodes are added.
     """
@@ -61,12 +63,14 @@ class Everywhere:
         order: Order,
         towers: Sequence[Tower],
         values: Values,
+        sender: Sender,
         waits: Waits,
         nodes: NodeBuilder,
     ):
         self._plan = plan
         self._order = order
         self._values = values
+        self._sender = sender
         self._waits = waits
         self._nodes = nodes
         self._devices = list(dict.fromkeys(tower.device for tower in towers))
@@ -88,7 +92,7 @@ class Everywhere:
         """The device that makes a value: of several machines, one for all devices of a machine."""
         if len(self._machines) == 1:
             return device
-        home = self._values.device_of_full(tensor) or self._devices[0]
+        home = self._values.origins.device_of_full(tensor) or self._devices[0]
         return relay(self._devices, device, home) or home
 
     def _find_behind(self) -> dict[str, frozenset[tf.Operation]]:
@@ -100,8 +104,8 @@ class Everywhere:
             is_copied = before and len(ops) <= _MOST_OPS and self._can_be_copied(op)
             for tensor in filter(_is_small, op.outputs):
                 if isinstance(self._plan.placements.get(tensor.name), Partial):
-                    is_reduced = self._values.is_made_from_all(tensor)
-                    if is_reduced and not self._values.is_packed(tensor):
+                    is_reduced = self._values.origins.is_made_from_all(tensor)
+                    if is_reduced and not self._sender.is_packed(tensor):
                         behind[tensor.name] = frozenset()
                 elif is_copied:
                     behind[tensor.name] = ops
@@ -157,7 +161,7 @@ class Everywhere:
     def _is_made_there(self, tensor: tf.Tensor, device: str) -> bool:
         """Whether a tensor's one value is on a device, with all that leads to it."""
         places = {device_of(op) for op in self._behind[tensor.name]}
-        places.add(self._values.device_of_full(tensor))
+        places.add(self._values.origins.device_of_full(tensor))
         return places == {device}
 
     def _copy(self, op: tf.Operation, device: str) -> None:

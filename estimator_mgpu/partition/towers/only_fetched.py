@@ -1,4 +1,4 @@
-"""Tells which full values are made, and which ones the user's own op gives if somebody fetches it.
+"""Tells for which tensors that are only fetched a full value is made: the user's op gives others.
 
 The user's ops stay in the graph. Those that are sharded don't run in a step, but somebody may fetch
 what they give, in a hook, say:
@@ -13,7 +13,7 @@ Whoever fetches the squares runs `Relu` and `Square` on one device, but no produ
 gathered, half of what is added to a graph would be gathers that nobody ever runs, and training
 would take longer to start.
 
-In: a plan, and the values that towers have. Out: the tensors whose full values are made.
+In: a plan, and where full values come from. Out: the tensors whose full values are made.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import LOCAL, Constant, FullSizes, LocalShape, Plan
-from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.tf_internals.private import control_consumers
 
 _SIZES = (LocalShape, Constant, FullSizes)  # Copies have these from elsewhere.
 
 
 def worth_making(
-    division: Division, values: Values, result_ops: Set[tf.Operation]
-) -> Iterator[tuple[tf.Tensor, bool]]:
-    """The tensors whose full values are made, and for each whether it's only made to be fetched.
+    division: Division, origins: Origins, result_ops: Set[tf.Operation]
+) -> Iterator[tf.Tensor]:
+    """The tensors whose full values are made.
 
     Either a step uses it, or it would cost much to compute it again, or to gather what it's
     computed from.
 
     Args:
       division: the graph, and its plan.
-      values: tells which full values are made from what towers have.
+      origins: tells which full values are made from what towers have.
       result_ops: those that give what steps are run for.
     """
-    used = _used_in_steps(division, values, result_ops)
+    used = _used_in_steps(division, origins, result_ops)
     for op in division.plan.order:
         is_light = division.is_light(op) and not _gives_much_less(op, division.plan)
         for tensor in op.outputs:
             is_reduced = isinstance(division.plan.placements.get(tensor.name), Partial)
             if tensor in used or is_reduced or not is_light:
-                yield tensor, tensor not in used
+                yield tensor
 
 
 def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:
@@ -68,7 +68,7 @@ def _entries(tensor: tf.Tensor) -> int:
 
 
 def _used_in_steps(
-    division: Division, values: Values, result_ops: Set[tf.Operation]
+    division: Division, origins: Origins, result_ops: Set[tf.Operation]
 ) -> set[tf.Tensor]:
     """The tensors that depend on the batch, and that the user's ops use which run in a step."""
     plan = division.plan
@@ -80,7 +80,7 @@ def _used_in_steps(
             return True
         if op in result_ops or control_consumers(op):
             return False
-        if op.outputs and all(map(values.is_made_from_local, op.outputs)):  # as sizes are
+        if op.outputs and all(map(origins.is_made_from_local, op.outputs)):  # as sizes are
             return True
         # What nobody uses is there to be fetched, such as a summary.
         is_used = any(tensor.consumers() for tensor in op.outputs)
@@ -96,7 +96,7 @@ def _used_in_steps(
         for tensor in op.outputs:
             if op in result_ops or not skipped.issuperset(tensor.consumers()):
                 used.add(tensor)
-            if not values.is_made_from_local(tensor):
+            if not origins.is_made_from_local(tensor):
                 runs |= tensor in used or _is_taken_by_copies(tensor, plan)
         if not runs and may_be_skipped(op):
             skipped.add(op)

@@ -31,7 +31,8 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.op_devices import runs_at_its_table
+from estimator_mgpu.partition.towers.once_devices import runs_at_its_table
+from estimator_mgpu.partition.towers.sending import Sender
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
@@ -48,6 +49,7 @@ class Copies:
       plan: which ops are sharded, and what their copies are given.
       towers: those that have copies.
       values: what the copies are given.
+      sender: sends that to other devices.
       waits: what the copies wait for.
       everywhere: what each device makes for itself of what the copies are given.
       nodes: where nodes are added.
@@ -58,6 +60,7 @@ class Copies:
         plan: Plan,
         towers: Sequence[Tower],
         values: Values,
+        sender: Sender,
         waits: Waits,
         everywhere: Everywhere,
         nodes: NodeBuilder,
@@ -65,6 +68,7 @@ class Copies:
         self._plan = plan
         self._towers = towers
         self._values = values
+        self._sender = sender
         self._waits = waits
         self._everywhere = everywhere
         self._nodes = nodes
@@ -107,10 +111,10 @@ class Copies:
                 source = entered(operand)
                 if source.op.type not in op_types.HANDLES:
                     # An op that uses a variable or a table runs where that is.
-                    return self._values.device_of_full(source)
+                    return self._values.origins.device_of_full(source)
 
-        if runs_at_its_table(op, op_plan, self._values.device_of_full):
-            return self._values.device_of_full(op.inputs[0])
+        if runs_at_its_table(op, op_plan, self._values.origins.device_of_full):
+            return self._values.origins.device_of_full(op.inputs[0])
 
         device = tower.device
         if not op.device:
@@ -234,15 +238,15 @@ class Copies:
     ) -> str:
         """A full value on a device; with `or_zeros` only its shape counts."""
         dtype = tensor.dtype.base_dtype
-        source = self._values.device_of_full(tensor)
+        source = self._values.origins.device_of_full(tensor)
         if tensor.name not in self._plan.placements and not or_zeros:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
                 control_inputs = self._control_inputs(tensor.op, tower)
                 device_of_copy = self._device(tensor.op, OpPlan(), tower)
                 return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
-            if self._values.is_packed(tensor) and device != source:
-                return self._values.receive_packed(tensor, device)
+            if self._sender.is_packed(tensor) and device != source:
+                return self._sender.receive_packed(tensor, device)
 
         if not or_zeros:
             value = self._everywhere.value(tensor, device)
@@ -251,7 +255,7 @@ class Copies:
         full = self._values.full(tensor)
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.
-        return self._values.receive(tensor, device)
+        return self._sender.receive(tensor, device)
 
     def _function_operands(
         self,
@@ -283,12 +287,12 @@ class Copies:
         values = []
         for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
             if isinstance(need, VariableValue):
-                source = self._values.device_of_full(tensor)
+                source = self._values.origins.device_of_full(tensor)
                 waits = self._waits.of_read(op, tensor)
                 before = self._names_of_waits(waits, source, self._towers)
                 read = self._nodes.add(
                     'ReadVariableOp', [operand, *before], source, dtype=need.dtype
                 )
-                operand = self._values.send(read, need.dtype, source, device)
+                operand = self._sender.send(read, need.dtype, source, device)
             values.append(operand)
         return values

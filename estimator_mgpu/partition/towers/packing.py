@@ -29,7 +29,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.order.order import Order
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace, UniqueRows
@@ -81,21 +81,20 @@ class Pack:
 
 
 def find_packs(
-    ops: Sequence[tf.Operation],
-    plan: Plan,
-    calls: Sequence[Sequence[tf.Tensor]],
-    order: Order,
-    device_of_full: Callable[[tf.Tensor], str],
+    division: Division, ops: Sequence[tf.Operation], device_of_full: Callable[[tf.Tensor], str]
 ) -> dict[str, Pack]:
     """Returns the pack of each tensor that is in one, by its name.
 
     Args:
+      division: the graph, its plan, and the order in which it touches state.
       ops: the user's, each after those that it depends on.
-      plan: which ops are sharded.
-      calls: the gradients of each optimizer's call.
-      order: in which the user's graph touched state, before rewrites removed edges from it.
       device_of_full: gives the device of a tensor's value for the global batch.
     """
+    order = division.order
+    calls = [
+        [division.replacements(gradient)[-1] for gradient in call]
+        for call in division.gradient_calls
+    ]
     if not calls:
         return {}
 
@@ -104,7 +103,7 @@ def find_packs(
     needed = set().union(*ops_of_calls)
     effects = upstream_side_effects([op for op in ops if op in needed], op_types.PLACEHOLDERS)
 
-    candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(plan)}
+    candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(division.plan)}
     groups: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in candidates.values():
         users = frozenset(i for i, call in enumerate(ops_of_calls) if tensor.op in call)

@@ -1,9 +1,9 @@
 """How towers' results are reduced and gathered: sums, means, concatenations.
 
 They make the value for the global batch from what each tower has of it, on the device that needs
-it: a gradient is summed on the device of its variable, as `op_devices` decides. Of sparse gradients
-(`IndexedSlices`), indices and values are gathered like other shards; the variable's update adds
-them up.
+it: a gradient is summed on the device of its variable, as `once_devices` decides. Of sparse
+gradients (`IndexedSlices`), indices and values are gathered like other shards; the variable's
+update adds them up.
 
 In: the names of the towers' local values, in the order of the towers. Out: the name of the value
 for the global batch, on one device. A tower without examples computes on the first example, so what
@@ -82,36 +82,6 @@ def _concat_chain(
     index = index_type(size)
     extent = (0, shards.count_of_chain(factor, chain, index))
     return shards.cut(joined, dtype, axis, extent, device, index)
-
-
-def gather_for_fetches(
-    shards: Shards,
-    values: Sequence[str],
-    dtype: tf.DType,
-    axis: int,
-    dims: Sequence[Size],
-    device: str,
-) -> str:
-    """Gathers shards by as few nodes as possible, for a tensor that no step gathers.
-
-    Somebody may fetch any tensor of a graph, so many of its gathers wait for a fetch that never
-    comes. They needn't run fast, but each makes the graph larger, which then takes longer to start.
-
-    The arguments are those of `gather`, and so is the result.
-    """
-    if shards.active is None:
-        return shards.nodes.concat(values, axis, dtype, device)
-
-    # Each tower's entries are put where they belong. DynamicStitch takes int32 positions only.
-    factor = per_row(dims[axis], shards.rows)
-    if axis > 0 or factor is None or index_type(dims[axis]) != tf.int32:
-        return gather(shards, values, dtype, axis, dims, device)
-    positions = [shards.positions(factor, tower) for tower in shards.towers]
-
-    # A tower without examples has computed one that an earlier tower has, maybe with other random
-    # numbers. The last value that is given for a position counts, so the earlier tower comes later.
-    inputs = [*reversed(positions), *reversed(values)]
-    return shards.nodes.add('DynamicStitch', inputs, device, T=dtype, N=len(values))
 
 
 def gather_selection(

@@ -1,25 +1,27 @@
-"""Which of the towers' ops run one turn after another.
+"""Which of the towers' ops are chained: run one turn after another.
 
 A *join* is a value that a tower needs and that is made of the examples of all towers, such as the
 mean of exact batch normalization. No turn can get past it before all turns have come that far. So
-what a join is made of runs before the chain, in all turns at once, and what needs a join of the
-chain's results, such as the norm by which gradients are clipped, runs after the chain.
+only one stretch of a step can be chained: what a join is made of runs before it, in all turns at
+once, and what needs a join of its results, such as the norm by which gradients are clipped, runs
+after it.
 
-The level of an op is the number of joins on the longest path to it. A chain up to level n has the
-ops of levels 0 to n, without those that the joins on the way are made of. Here are two joins:
+The level of an op is the number of joins on the longest path to it. The stretch that ends with
+level n has the ops up to that level, but for those that a join on the way is made of. Here are two
+joins, and so three stretches to choose from:
 
     layer 1 ---> mean ---> layer 2, gradient ---> norm ---> clipped gradient
     level 0                level 1                          level 2
 
-    chain         before it           in it                after it
-    to level 0                        layer 1              layer 2, gradient, clipped gradient
-    to level 1    layer 1             layer 2, gradient    clipped gradient
-    to level 2    all others          clipped gradient
+    ends with     before it           chained              after it
+    level 0                           layer 1              layer 2, gradient, clipped gradient
+    level 1       layer 1             layer 2, gradient    clipped gradient
+    level 2       all others          clipped gradient
 
-The chain with the most bytes of activations is chosen. It's worth it only if little has to be kept
+The one with the most bytes of activations is chosen. It's worth it only if little has to be kept
 for all turns until a join is there. If the norm is that of the gradients of both layers, that is
 nothing but these. But if the mean was at the end of the network, the activations of both layers
-would be kept for their gradients, and no chain would save them: see `kept`.
+would be kept for their gradients, and nothing would be saved: see `kept`.
 
 In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `turn_gates` lets
 ops wait for their turn.

@@ -110,14 +110,6 @@ class Shards:
         entries_per_row = self.size_value(factor, tower, dtype)
         return self._entries_of(self._extents[tower.number], entries_per_row, dtype)
 
-    def positions(self, factor: Size, tower: Tower) -> str:
-        """The numbers of a tower's entries among those of all, with `factor` entries a row."""
-        with self.nodes.for_many():
-            start, size = self.extent(factor, tower)
-            end = self._add(start, size, tf.int32)
-            ends = [self.nodes.scalar(number, tf.int32) for number in (start, end, 1)]
-            return self.nodes.add('Range', ends, self.nodes.host, Tidx=tf.int32)
-
     def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType = tf.int32) -> Number:
         """How many entries all towers of a chain have, with `factor` entries a row."""
         entries_per_row = self.size_value(factor, None, dtype)

@@ -35,7 +35,7 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.towers import sharing
 from estimator_mgpu.partition.towers.grid import Grid, Position, most_levels
-from estimator_mgpu.partition.towers.op_devices import runs_at_its_table
+from estimator_mgpu.partition.towers.once_devices import runs_at_its_table
 from estimator_mgpu.partition.towers.packing import Pack
 from estimator_mgpu.partition.towers.sharing import Shares, Value
 from estimator_mgpu.tf_internals import op_types

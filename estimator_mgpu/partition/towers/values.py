@@ -1,24 +1,21 @@
 """What each tower has of a tensor, and the value of the tensor for the global batch.
 
-In: a plan, the towers, and the devices on which full values are made. Out: names of tensors. A full
-value is made where it's first asked for: gathered, reduced, or taken from the first tower if all
-have the same.
+In: a plan, the towers, and where full values come from. Out: names of tensors. A full value is made
+when it's first asked for: gathered, reduced, or taken from the first tower if all have the same.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
-from estimator_mgpu.devices import host_of, relay
-from estimator_mgpu.optimizer import gradients_by_call
+from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.placements import MOMENTS, NotGatherable, Partial, Shard, rows_of
+from estimator_mgpu.partition.placements import MOMENTS, Partial, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
@@ -31,7 +28,6 @@ from estimator_mgpu.partition.sizes import (
     Dim,
     Entries,
     Largest,
-    PickedIds,
     RowSpace,
     SelectedRows,
     Size,
@@ -43,27 +39,27 @@ from estimator_mgpu.partition.sizes import (
 )
 from estimator_mgpu.partition.towers import (
     bits,
-    exchange,
     reduce_and_gather,
     sparse_rows,
     unique_ids,
 )
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
-from estimator_mgpu.partition.towers.op_devices import device_of
-from estimator_mgpu.partition.towers.packing import Pack, find_packs
+from estimator_mgpu.partition.towers.origins import Origins
+from estimator_mgpu.partition.towers.packing import Pack
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
-from estimator_mgpu.partition.towers.slices import Slices, find_sent
+from estimator_mgpu.partition.towers.slices import Slices
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
 
 
 class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      division: the graph, its plan, and where full values are made.
-      ops: the user's, each after those that it depends on.
+      division: the graph, and its plan.
+      origins: where full values come from.
+      packs: by the names of tensors that share a message with others.
+      slices: which sums are made in slices.
       towers: those that have local values.
       nodes: where nodes are added.
     """
@@ -71,57 +67,32 @@ class Values:
     def __init__(
         self,
         division: Division,
-        ops: Sequence[tf.Operation],
+        origins: Origins,
+        packs: Mapping[str, Pack],
+        slices: Slices,
         towers: Sequence[Tower],
         nodes: NodeBuilder,
     ):
         plan = division.plan
+        self.origins = origins
         self._graph = division.graph
         self._plan = plan
         self._towers = towers
-        self._devices = [tower.device for tower in towers]
-        self._full_value_devices = division.full_value_devices
         self._nodes = nodes
         self._order = division.order
-        self._source_names = {*(tensor.name for tensor in plan.sources), *plan.entries}
-        # Features that one machine has read as a whole.
-        whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
-        whole_sources.update(plan.entries)
-        # The ops that ask for the sizes of something that only towers have. If one asks for those
-        # of several tensors, of a source and a variable say, these may be on different devices.
-        self._queries_of_local = {
-            op
-            for op in ops
-            if op.type in op_types.SHAPE_QUERIES
-            and any(tensor.name in plan.placements for tensor in op.inputs)
-            and not all(tensor.name in whole_sources for tensor in op.inputs)
-        }
-
+        self._packs = packs
+        self._slices = slices
         self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
-
-        calls = [
-            [division.replacements(gradient)[-1] for gradient in call]
-            for call in gradients_by_call(division.graph)
-        ]
-        self._packs = find_packs(ops, plan, calls, division.order, self.device_of_full)
-        sent = find_sent(plan, self._packs, self.device_of_full)
-        self._slices = Slices(sent, self._devices)
 
         self.packs_of_ops: dict[str, Pack] = {}
         """Partial sums that are reduced together wherever one is, by the names of the tensors."""
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
-        self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
-        self._handed: dict[str, exchange.Handed] = {}  # what is sent in slices, by tensor
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
         return self._nodes.names.copy(op_name, tower.number)
-
-    def op(self, name: str) -> tf.Operation:
-        """One of the user's ops, by its name."""
-        return self._graph.get_operation_by_name(name)
 
     def name_of_result(self, op: tf.Operation) -> str:
         """The name of an identity that gives what one of the user's ops computes."""
@@ -156,7 +127,7 @@ class Values:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
             return self.sparse_rows(tensor, self._plan.entries[tensor.name], tower)
-        if tensor.name in self._source_names:
+        if tensor.name in self.origins.sources:
             return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
         return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
 
@@ -164,7 +135,7 @@ class Values:
         """A tower's slice of a full value, taken on the device that has the full value."""
         shards = self.shards_of(need.rows)
         full = self.full(tensor)
-        device = self.device_of_full(tensor)
+        device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
         if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
             places = self._places(need.rows, tower)
@@ -181,14 +152,14 @@ class Values:
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
         """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
         has_turns = self._towers[-1].turn > 0
-        return has_turns and tensor.name not in self._source_names and bits.can_be_packed(tensor)
+        return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
 
     def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: Tower) -> str:
         """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
         shards = self.shards_of(need.rows)
         indices = self._graph.get_tensor_by_name(need.indices)
         positions = self._positions_of_entries(need, tower)
-        device = self.device_of_full(tensor)
+        device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
         taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
         if tensor.name != need.indices:
@@ -207,7 +178,7 @@ class Values:
             indices.dtype,
             need.factor,
             tower,
-            self.device_of_full(indices),
+            self.origins.device_of_full(indices),
         )
 
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
@@ -276,83 +247,12 @@ class Values:
         dims[axis] = factor * full_size(rows)
         return dims
 
-    def runs_only_if_fetched(self, op: tf.Operation) -> bool:
-        """Whether others are used in place of all outputs of one of the user's ops.
-
-        `only_fetched` finds further ops that no step runs, by who uses them.
-        """
-        if op.name in self._plan.unused:
-            return True
-        if op.type == op_types.NO_OP:
-            return op.name in self._plan.ops
-        return bool(op.outputs) and all(map(self.is_made_from_local, op.outputs))
-
-    def full(self, tensor: tf.Tensor, is_only_fetched: bool = False) -> str:
-        """The value for the global batch: the user's op's, or made from what towers have.
-
-        Args:
-          tensor: the user's.
-          is_only_fetched: whether no step uses it.
-        """
-        if self.is_made_from_local(tensor) and tensor.name not in self.full_values:
+    def full(self, tensor: tf.Tensor) -> str:
+        """The value for the global batch: the user's op's, or made from what towers have."""
+        if self.origins.is_made_from_local(tensor) and tensor.name not in self.full_values:
             with self._nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
-                self.full_values.update(self._make_full(tensor, is_only_fetched))
+                self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
-
-    def device_of_full(self, tensor: tf.Tensor) -> str:
-        """The device of a full value, be it the user's op's or made from what towers have."""
-        if self.is_made_from_local(tensor):
-            return self._full_value_devices.get(tensor.name, self._devices[0])
-        return device_of(tensor.op) or (self._nodes.host if self._is_on_host(tensor) else '')
-
-    def _is_on_host(self, tensor: tf.Tensor) -> bool:
-        """Whether a value without a device is on the host: of the batch, or a text, say."""
-        if tensor.name in self._source_names:
-            return True
-        return is_gpu(self._devices[0]) and not has_gpu_kernel(tensor.op.node_def)
-
-    def send(self, value: str, dtype: tf.DType, source: str, target: str) -> str:
-        """Sends a value to the machine of another device, once for all towers there."""
-        receiver = relay(self._devices, target, source)
-        if receiver is None:
-            return value
-        return self._nodes.add('Identity', [value], receiver, T=dtype)
-
-    def is_packed(self, tensor: tf.Tensor) -> bool:
-        """Whether a tensor shares messages with others."""
-        return tensor.name in self._packs
-
-    def receive_packed(self, tensor: tf.Tensor, device: str) -> str:
-        """The value of a packed tensor on another device, to which its pack is sent once."""
-        unpacked = self._unpacked[device]
-        source = self.device_of_full(tensor)
-        if tensor.name not in unpacked:
-            pack = self._packs[tensor.name]
-            names = [packed.name for packed in pack.tensors]
-            with self._nodes.serving(tensor.op, is_for_many=True):
-                vector = pack.join(names, self._nodes, source)
-                vector = self.send(vector, pack.dtype, source, device)
-                unpacked.update(pack.split(vector, self._nodes, device))
-        return unpacked[tensor.name]
-
-    def receive(self, tensor: tf.Tensor, device: str) -> str:
-        """A full value on another device: sent as a whole, or in slices that devices hand on."""
-        full = self.full(tensor)
-        dtype = tensor.dtype.base_dtype
-        source = self.device_of_full(tensor)
-        parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
-        if not parts or device == source:
-            return self.send(full, dtype, source, device)
-
-        with self._nodes.serving(tensor.op):
-            if tensor.name not in self._handed:
-                vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
-                value = exchange.Vector(vector, source, self._slices.position(source))
-                self._handed[tensor.name] = exchange.Handed(
-                    self._nodes, self._slices, parts, value, dtype
-                )
-            vector = self._handed[tensor.name].on(device)
-            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)
 
     def shards_of(self, rows: RowSpace) -> Shards:
         """The shards of a row space: the batch's, or one of a tensor."""
@@ -366,7 +266,7 @@ class Values:
     def _count_rows(self, rows: RowSpace) -> tf.Tensor:
         """How many rows the tensor has with which a row space starts."""
         tensor = self._graph.get_tensor_by_name(rows.name)
-        with self._nodes.at_once(self.device_of_full(tensor), tensor.op):
+        with self._nodes.at_once(self.origins.device_of_full(tensor), tensor.op):
             return tf.shape(tensor)[0]
 
     def _shards_of_selection(self, rows: SelectedRows) -> Shards:
@@ -383,44 +283,15 @@ class Values:
     def _count_ids(self, ids: tf.Tensor) -> str:
         """How many different ids all towers have together."""
         full = self.full(ids)
-        device = self.device_of_full(ids)
+        device = self.origins.device_of_full(ids)
         shape = self._nodes.add('Shape', [full], device, T=ids.dtype, out_type=tf.int32)
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
         return self._nodes.add('Gather', [shape, 0], host_of(device), **types)
 
-    def is_made_from_local(self, tensor: tf.Tensor) -> bool:
-        """Whether the full value is another tensor than the output of the user's op."""
-        if tensor.name in self._source_names:
-            return False
-        placement = self._plan.placements.get(tensor.name)
-        if placement is None:
-            return self.is_size_of_local(tensor)
-        # A list can't be gathered. The user's op makes the full one, from full values.
-        return not isinstance(placement, NotGatherable) and not isinstance(
-            rows_of(placement), PickedIds
-        )
-
-    def is_made_from_all(self, tensor: tf.Tensor) -> bool:
-        """Whether the full value is gathered or reduced from what all towers have."""
-        placement = self._plan.placements.get(tensor.name)
-        return isinstance(placement, (Shard, Partial)) and self.is_made_from_local(tensor)
-
-    def is_size_of_local(self, tensor: tf.Tensor) -> bool:
-        """Whether an op asks for the size of something that only towers have.
-
-        The plan knows the size by other means, so nothing is gathered for it.
-        """
-        shape_output = op_types.SHAPE_OUTPUTS.get(tensor.op.type)
-        if shape_output == tensor.value_index and tensor.op.name in self._plan.ops:
-            return True
-        if tensor.op not in self._queries_of_local:
-            return False
-        return self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
-
-    def _make_full(self, tensor: tf.Tensor, is_only_fetched: bool) -> dict[str, str]:
+    def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
         name = tensor.name
-        if self.is_size_of_local(tensor):
+        if self.origins.is_size_of_local(tensor):
             size = self._make_size(tensor)
             if self._order.liveness.may_be_dead(tensor.op):
                 size = self._dead_as(tensor, size)
@@ -432,7 +303,7 @@ class Values:
 
         rows = placement.rows
         dtype = tensor.dtype.base_dtype
-        device = self.device_of_full(tensor)
+        device = self.origins.device_of_full(tensor)
         if name in self._packs:
             return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
 
@@ -455,11 +326,8 @@ class Values:
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
-        gather = reduce_and_gather.gather
-        if placement.in_blocks:
-            gather = reduce_and_gather.gather_blocks
-        elif is_only_fetched:
-            gather = reduce_and_gather.gather_for_fetches
+        in_blocks = placement.in_blocks
+        gather = reduce_and_gather.gather_blocks if in_blocks else reduce_and_gather.gather
         return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
 
     def reduced_on(self, tensor: tf.Tensor, device: str, is_for_all: bool = False) -> str:
@@ -604,12 +472,12 @@ class Values:
 
     def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
         """The shape of what a tower has of a tensor, or of the full value if towers have none."""
-        is_source = tensor.name in self._source_names and tensor.name not in self._plan.entries
+        is_source = tensor.name in self.origins.sources and tensor.name not in self._plan.entries
         if tensor.name in self._plan.placements and not is_source:
             tower = tower or self._towers[0]
             value = self.local(tensor, tower)
             device = tower.device
         else:
             value = self.full(tensor)
-            device = self.device_of_full(tensor)
+            device = self.origins.device_of_full(tensor)
         return self._nodes.add('Shape', [value], device, T=tensor.dtype.base_dtype, out_type=dtype)

@@ -12,8 +12,8 @@ after the updates, as on one device:
     tower 1:  activations ----> gradient ---+
 
 So a copy that has no side effect doesn't wait for what runs once, unless it reads a variable that
-is written before. The user's ops, which give what somebody fetches, and which write, get control
-edges to whatever the copies should have waited for.
+is written before. What the copies don't wait for, the ops wait for that the user made and that come
+after them: those that write, and those that give what somebody fetches.
 
 In: a plan, and the order in which the user's graph touches state. Out: ops to wait for.
 """
@@ -38,7 +38,7 @@ from estimator_mgpu.partition.plan import (
     Reduced,
     VariableValue,
 )
-from estimator_mgpu.partition.towers.values import Values
+from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.upstream import union, union_of
 
@@ -50,17 +50,18 @@ class Waits:
       ops: the user's, each after those that it depends on.
       plan: which ops are sharded.
       order: in which the graph touched state, before identities were bypassed.
-      values: which values towers make.
+      origins: which full values are made of what towers have.
     """
 
-    def __init__(self, ops: Sequence[tf.Operation], plan: Plan, order: Order, values: Values):
+    def __init__(self, ops: Sequence[tf.Operation], plan: Plan, order: Order, origins: Origins):
         self._plan = plan
         self._order = order
-        self._values = values
+        self._origins = origins
         self._of_batch = set(plan.order)
         self._sharded_bits = 0
-        for name in plan.ops:
-            self._sharded_bits |= order.bits(values.op(name))
+        for op in ops:
+            if op.name in plan.ops:
+                self._sharded_bits |= order.bits(op)
         self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
         # The bits of what an op waits for and its own; of a sharded op, those of its copies and
@@ -277,9 +278,9 @@ class Waits:
         seen = {tensor.name for tensor in queue}
         while queue:
             tensor = queue.popleft()
-            if self._values.is_made_from_all(tensor):
+            if self._origins.is_made_from_all(tensor):
                 return tensor.op
-            if not self._values.is_made_from_local(tensor):
+            if not self._origins.is_made_from_local(tensor):
                 new = [operand for operand in tensor.op.inputs if operand.name not in seen]
                 seen.update(operand.name for operand in new)
                 queue += new
@@ -307,7 +308,7 @@ class Waits:
 
     def _user_ops_of(self, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
         """The user's ops of tensors, but of those that towers make."""
-        return [t.op for t in tensors if not self._values.is_made_from_local(t)]
+        return [t.op for t in tensors if not self._origins.is_made_from_local(t)]
 
     def _is_free(self, op: tf.Operation) -> bool:
         """Whether an op may wait for other ops than it did: it isn't in v1 control flow."""
@@ -328,11 +329,11 @@ class Waits:
 
     def _bits_of_operand(self, tensor: tf.Tensor) -> int:
         """The bits of a full value."""
-        if self._values.is_size_of_local(tensor):
+        if self._origins.is_size_of_local(tensor):
             return 0
-        if self._values.is_made_from_all(tensor):
+        if self._origins.is_made_from_all(tensor):
             return self._waited_for_by_copy.get(tensor.op, 0)
-        if self._values.is_made_from_local(tensor):
+        if self._origins.is_made_from_local(tensor):
             # It's the first tower's: what the others' copies do isn't waited for.
             return self._waited_for_by_copy.get(tensor.op, 0) & ~self._sharded_bits
         return self._waited_for.get(tensor.op, 0)

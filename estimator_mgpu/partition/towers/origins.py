@@ -1,0 +1,103 @@
+"""Where the full value of a tensor comes from: the user's op gives it, or it's made of local ones.
+
+In: a plan, and the devices of towers. Out: for each of the user's tensors, who makes its full
+value, and on which device. No node is added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.batches.batch import parts_of
+from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
+from estimator_mgpu.partition.sizes import PickedIds
+from estimator_mgpu.partition.towers.once_devices import device_of
+from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
+
+
+class Origins:
+    """Tells which full values are made of what towers have.
+
+    Args:
+      division: the graph, its plan, and where full values are made.
+      ops: the user's.
+      first: the device of the first tower.
+      host: that of its machine.
+    """
+
+    def __init__(self, division: Division, ops: Sequence[tf.Operation], first: str, host: str):
+        plan = division.plan
+        self._plan = plan
+        self._full_value_devices = division.full_value_devices
+        self._first = first
+        self._host = host
+        self.sources = {*(tensor.name for tensor in plan.sources), *plan.entries}
+        """The names of the batch's tensors."""
+        # Features that one machine has read as a whole.
+        whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
+        whole_sources.update(plan.entries)
+        # The ops that ask for the sizes of something that only towers have. If one asks for those
+        # of several tensors, of a source and a variable say, these may be on different devices.
+        self._queries_of_local = {
+            op
+            for op in ops
+            if op.type in op_types.SHAPE_QUERIES
+            and any(tensor.name in plan.placements for tensor in op.inputs)
+            and not all(tensor.name in whole_sources for tensor in op.inputs)
+        }
+
+    def is_made_from_local(self, tensor: tf.Tensor) -> bool:
+        """Whether the full value is another tensor than the output of the user's op."""
+        if tensor.name in self.sources:
+            return False
+        placement = self._plan.placements.get(tensor.name)
+        if placement is None:
+            return self.is_size_of_local(tensor)
+        # A list can't be gathered. The user's op makes the full one, from full values.
+        return not isinstance(placement, NotGatherable) and not isinstance(
+            rows_of(placement), PickedIds
+        )
+
+    def is_made_from_all(self, tensor: tf.Tensor) -> bool:
+        """Whether the full value is gathered or reduced from what all towers have."""
+        placement = self._plan.placements.get(tensor.name)
+        return isinstance(placement, (Shard, Partial)) and self.is_made_from_local(tensor)
+
+    def is_size_of_local(self, tensor: tf.Tensor) -> bool:
+        """Whether an op asks for the size of something that only towers have.
+
+        The plan knows the size by other means, so nothing is gathered for it.
+        """
+        shape_output = op_types.SHAPE_OUTPUTS.get(tensor.op.type)
+        if shape_output == tensor.value_index and tensor.op.name in self._plan.ops:
+            return True
+        if tensor.op not in self._queries_of_local:
+            return False
+        return self._plan.sizes.dims(tensor.op.inputs[tensor.value_index]) is not None
+
+    def runs_only_if_fetched(self, op: tf.Operation) -> bool:
+        """Whether others are used in place of all outputs of one of the user's ops.
+
+        `only_fetched` finds further ops that no step runs, by who uses them.
+        """
+        if op.name in self._plan.unused:
+            return True
+        if op.type == op_types.NO_OP:
+            return op.name in self._plan.ops
+        return bool(op.outputs) and all(map(self.is_made_from_local, op.outputs))
+
+    def device_of_full(self, tensor: tf.Tensor) -> str:
+        """The device of a full value, be it the user's op's or made from what towers have."""
+        if self.is_made_from_local(tensor):
+            return self._full_value_devices.get(tensor.name, self._first)
+        return device_of(tensor.op) or (self._host if self._is_on_host(tensor) else '')
+
+    def _is_on_host(self, tensor: tf.Tensor) -> bool:
+        """Whether a value without a device is on the host: of the batch, or a text, say."""
+        if tensor.name in self.sources:
+            return True
+        return is_gpu(self._first) and not has_gpu_kernel(tensor.op.node_def)

@@ -1,0 +1,88 @@
+"""Sends full values to the devices that need them: each once to a device, or to a machine.
+
+In: a tensor, and a device. Out: the name of its value there. TensorFlow itself sends what an op
+takes from another device; nodes are only added where messages are saved, or cut.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.devices import relay
+from estimator_mgpu.partition.towers.exchange import Handed, Vector
+from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.towers.packing import Pack
+from estimator_mgpu.partition.towers.slices import Slices
+from estimator_mgpu.partition.towers.values import Values
+
+
+class Sender:
+    """Sends full values.
+
+    Args:
+      values: gives these.
+      packs: by the names of tensors that share a message with others.
+      slices: what is cut.
+      devices: those of towers.
+      nodes: where nodes are added.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        packs: Mapping[str, Pack],
+        slices: Slices,
+        devices: Sequence[str],
+        nodes: NodeBuilder,
+    ):
+        self._values = values
+        self._packs = packs
+        self._slices = slices
+        self._devices = devices
+        self._nodes = nodes
+        self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
+        self._handed: dict[str, Handed] = {}  # what is sent in slices, by tensor
+
+    def send(self, value: str, dtype: tf.DType, source: str, target: str) -> str:
+        """Sends a value to the machine of another device, once for all towers there."""
+        receiver = relay(self._devices, target, source)
+        if receiver is None:
+            return value
+        return self._nodes.add('Identity', [value], receiver, T=dtype)
+
+    def is_packed(self, tensor: tf.Tensor) -> bool:
+        """Whether a tensor shares messages with others."""
+        return tensor.name in self._packs
+
+    def receive_packed(self, tensor: tf.Tensor, device: str) -> str:
+        """The value of a packed tensor on another device, to which its pack is sent once."""
+        unpacked = self._unpacked[device]
+        source = self._values.origins.device_of_full(tensor)
+        if tensor.name not in unpacked:
+            pack = self._packs[tensor.name]
+            names = [packed.name for packed in pack.tensors]
+            with self._nodes.serving(tensor.op, is_for_many=True):
+                vector = pack.join(names, self._nodes, source)
+                vector = self.send(vector, pack.dtype, source, device)
+                unpacked.update(pack.split(vector, self._nodes, device))
+        return unpacked[tensor.name]
+
+    def receive(self, tensor: tf.Tensor, device: str) -> str:
+        """A full value on another device: sent as a whole, or in slices that devices hand on."""
+        full = self._values.full(tensor)
+        dtype = tensor.dtype.base_dtype
+        source = self._values.origins.device_of_full(tensor)
+        parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
+        if not parts or device == source:
+            return self.send(full, dtype, source, device)
+
+        with self._nodes.serving(tensor.op):
+            if tensor.name not in self._handed:
+                vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
+                value = Vector(vector, source, self._slices.position(source))
+                self._handed[tensor.name] = Handed(self._nodes, self._slices, parts, value, dtype)
+            vector = self._handed[tensor.name].on(device)
+            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)
