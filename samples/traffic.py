@@ -2,6 +2,7 @@
 
     python traffic.py
     python traffic.py --machines= --clicks= --networks=cnn --gpus=4,64 --copied=lstm,bags_of_words
+    python traffic.py --machines= --clicks= --networks=mlp --gpus= --clusters=1,8,32 --copied=
 
 There is one line for each model and number of machines, with two devices each. It gives the
 largest number of bytes that a machine sends, and that a machine receives. The larger of both is
@@ -14,9 +15,11 @@ and each tensor counts that one machine sends to another. What they need are den
 their gradients, and of tables on other machines each tower's different ids, their rows, and the
 gradients of these. The last number is what is sent, relative to that.
 
-The third table is of the devices of one machine: what the busiest one sends and receives relative
-to a ring, how many messages there are, and how many of them follow each other on the longest path.
-The batch, which comes from the host, isn't counted.
+The third table is of the devices of one machine, and then of machines with four GPUs each: what
+the busiest device sends and receives relative to a ring of all devices; the same of the busiest
+machine, relative to a ring of machines; how many messages there are, and how many of them follow
+each other on the longest path; how many ops the graph has, and how long it takes to divide it,
+relative to the model_fn. The batch, which comes from the host, isn't counted.
 
 The fourth table counts the tensors that a step copies from the memory of GPUs to that of the host,
 and back. A GPU waits for the first kind: the host has to know them before it tells the GPU what to
@@ -29,6 +32,7 @@ from __future__ import annotations
 
 import collections
 import re
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -50,7 +54,8 @@ from estimator_mgpu.tf_internals import graphs, kernels, op_types
 FLAGS = flags.FLAGS
 flags.DEFINE_list('machines', ['2', '3', '4'], 'Numbers of machines.')
 flags.DEFINE_list('clicks', ['2', '4'], 'Numbers of machines that look up ids.')
-flags.DEFINE_list('gpus', ['2', '4', '8', '16', '64'], 'Numbers of GPUs of one machine.')
+flags.DEFINE_list('gpus', ['1', '2', '4', '8', '16', '32', '64'], 'Numbers of GPUs of one machine.')
+flags.DEFINE_list('clusters', ['2', '4', '8', '16', '32'], 'Numbers of machines with four GPUs.')
 flags.DEFINE_list(
     'networks',
     ['mlp', 'softmax', 'cnn', 'transformer', 'deep'],
@@ -220,6 +225,8 @@ class Traffic(NamedTuple):
       hops: how many follow each other on the longest path.
       ring: the bytes that each device would send, and receive, in a ring.
       machines: what the busiest machine sends or receives, relative to all variables.
+      ops: how many the graph has.
+      dividing: the time to divide it, relative to that of the model_fn.
     """
 
     sent: Mapping[str, int]
@@ -228,25 +235,43 @@ class Traffic(NamedTuple):
     hops: int
     ring: float
     machines: float
+    ops: int
+    dividing: float
 
 
 def build_on_devices(name, devices):
-    """Builds one of `ON_DEVICES` in the default graph; returns the ops that a step is run for."""
+    """Builds one of `ON_DEVICES` in the default graph.
+
+    Returns:
+      The ops that a step is run for, and how long it took to divide the graph, relative to the
+      model_fn.
+    """
     model = ON_DEVICES[name]
+    built = []
+
+    def model_fn(features, labels, mode):
+        start = time.process_time()
+        spec = model.model_fn(features, labels, mode)
+        built.append(time.process_time() - start)
+        return spec
+
     tf.train.get_or_create_global_step()
     with tf.device(HOST):
         dataset = model.dataset(max(model.batch, len(devices)))
         batch = tf.data.make_one_shot_iterator(dataset).get_next()
-    spec = estimator_mgpu.replicate(model.model_fn, devices=devices)(*batch, 'train')
-    return [spec.train_op, spec.loss.op]
+    start = time.process_time()
+    spec = estimator_mgpu.replicate(model_fn, devices=devices)(*batch, 'train')
+    [of_model_fn] = built
+    dividing = (time.process_time() - start - of_model_fn) / of_model_fn
+    return [spec.train_op, spec.loss.op], dividing
 
 
 def count_on_devices(name, count, machines=1):
     """Counts what the GPUs of a machine, or of several ones, send each other in a step."""
     tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
     devices = [f'{task}/device:GPU:{i}' for task in tasks for i in range(count)]
-    with tf.Graph().as_default():
-        results = build_on_devices(name, devices)
+    with tf.Graph().as_default() as graph:
+        results, dividing = build_on_devices(name, devices)
         variables = sum(map(bytes_of, tf.trainable_variables()))
 
     sent, received = collections.Counter(), collections.Counter()
@@ -262,7 +287,8 @@ def count_on_devices(name, count, machines=1):
                 of_machines['received', machine_of(target)] += size
     busiest = max(of_machines.values(), default=0) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
-    return Traffic(sent, received, messages, hops(results, HOST), ring, busiest)
+    ops = len(graph.get_operations())
+    return Traffic(sent, received, messages, hops(results, HOST), ring, busiest, ops, dividing)
 
 
 def hops(results, first):
@@ -301,7 +327,7 @@ def count_copies(name, gpus):
     devices = [f'{CHIEF}/device:GPU:{i}' for i in range(gpus)]
     with tf.Graph().as_default():
         if name in ON_DEVICES:
-            return copies(build_on_devices(name, devices))
+            return copies(build_on_devices(name, devices)[0])
         spec, _ = shares_models.spec_of(name, devices)
         return copies(result_ops(spec))
 
@@ -337,21 +363,30 @@ def main(_):
         print_machines()
     if FLAGS.clicks:
         print_clicks()
-    if FLAGS.gpus:
+    if FLAGS.gpus or FLAGS.clusters:
         print_devices()
     if FLAGS.copied:
         print_copies()
 
 
 def print_devices():
-    print('model        devices  sent, of a ring  received  messages  hops')
+    count_on_devices('mlp', 2)  # What TensorFlow does once.
+    print(
+        'model        machines  GPUs  sent, of a ring  received  by machines  messages  hops     '
+        'ops  dividing'
+    )
+    sizes = [(1, int(count)) for count in FLAGS.gpus] + [(int(m), 4) for m in FLAGS.clusters]
     for name in FLAGS.networks:
-        for count in map(int, FLAGS.gpus):
-            traffic = count_on_devices(name, count)
-            sent, received = (max(moved.values()) / traffic.ring for moved in traffic[:2])
+        for machines, count in sizes:
+            traffic = count_on_devices(name, count, machines)
+            sent, received = (
+                max(moved.values(), default=0) / (traffic.ring or 1) for moved in traffic[:2]
+            )
+            of_machines = traffic.machines / (2 * (machines - 1) / machines or 1)
             print(
-                f'{name:12} {count:7} {sent:16.2f} {received:9.2f} {traffic.messages:9} '
-                f'{traffic.hops:5}',
+                f'{name:12} {machines:8} {machines * count:5} {sent:16.2f} {received:9.2f} '
+                f'{of_machines:12.2f} {traffic.messages:9} {traffic.hops:5} {traffic.ops:7} '
+                f'{traffic.dividing:9.2f}',
                 flush=True,
             )
 

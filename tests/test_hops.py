@@ -7,7 +7,7 @@ import estimator_mgpu
 from estimator_mgpu.partition.towers import everywhere, slices
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
-from towers import compare, compare_outputs, session
+from towers import behavior_of, compare, compare_outputs, session
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
@@ -49,6 +49,21 @@ def test_batch_normalization_waits_twice(fused, each, own_memory):
     """For the statistics, and in the gradient for sums; unfused, the mean comes before the rest."""
     of_two, of_five = (hops(normalized(layers, fused), 3) for layers in (2, 5))
     assert of_five - of_two == 3 * each
+
+
+@pytest.mark.parametrize('fused, each', [(True, 3), (False, 10)], ids=['fused', 'unfused'])
+def test_reference_variables(fused, each, own_memory):
+    """What a reference variable is combined with is made on its device, with any number of them.
+
+    Which devices these are makes a difference of one.
+    """
+    with behavior_of('v1'):
+        for devices in (3, 8):
+            of_two, of_five = (hops(normalized(layers, fused), devices) for layers in (2, 5))
+            assert 3 * each - 1 <= of_five - of_two <= 3 * each
+        counts = [traffic.count_on_devices('cnn', devices).hops for devices in (4, 8)]
+    assert max(counts) - min(counts) <= 1
+    assert max(counts) <= 6 + 2 * 6
 
 
 @pytest.mark.parametrize('network', ['deep', 'cnn', 'transformer'])

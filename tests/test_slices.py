@@ -8,8 +8,9 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import machine_of
-from estimator_mgpu.partition.towers import build_towers, slices
-from estimator_mgpu.partition.towers.slices import Part, Sent, Slices
+from estimator_mgpu.partition.towers import build_towers, sharing, slices
+from estimator_mgpu.partition.towers.exchange import Handed, Vector, add_up
+from estimator_mgpu.partition.towers.slices import Sent, Slices
 from estimator_mgpu.tf_internals import op_types
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
@@ -24,6 +25,10 @@ MB = 1 << 20
 GPUS = [f'/device:GPU:{i}' for i in range(4)]
 
 
+# Beside many other values, slices don't take many more messages.
+BIASES = {f'bias{i}': Sent(4, GPUS[3], True) for i in range(3)}
+
+
 def test_one_large_value_by_hand():
     """Of 9 MB on the first of four devices.
 
@@ -33,7 +38,7 @@ def test_one_large_value_by_hand():
     3 MB to two devices, and 9 MB of its gradient: 15 MB; the owner sends 9 MB of the value, and
     6 MB of its gradient. In a ring, it would be 13.5 MB.
     """
-    found = Slices({'w': Sent(9 * MB, GPUS[0], True)}, GPUS)
+    found = Slices({'w': Sent(9 * MB, GPUS[0], True), **BIASES}, GPUS)
     sums = found.of_sum(9 * MB, GPUS[0], 9 * MB)
     assert [one.device for one in sums] == GPUS
     np.testing.assert_allclose([one.entries / MB for one in sums], [3, 2, 2, 2], rtol=1e-5)
@@ -43,12 +48,37 @@ def test_one_large_value_by_hand():
     assert sum(one.entries for one in sums) == sum(one.entries for one in reads) == 9 * MB
 
 
+def test_a_grid_by_hand():
+    """A value of 9 MB, and nothing else, on the first of four devices: columns are 0, 1 and 2, 3.
+
+    Of gradients, 0 adds up 60%, 2 and 3 add up 20% each. In rows, 0 and 1 receive 60% of another
+    one, 2 and 3 receive 40%. In columns, 0 receives 60% from 1; 2 and 3 exchange 20%. And 0
+    receives what 2 and 3 have added up. Others receive the value. So each receives 160%.
+
+    Of the value, 0 keeps 20%, and sends 20% to 1 and 60% to 2; and what it keeps, to 1 and 2. In
+    columns, 2 sends its 60% to 3. In rows, 1 sends 40% to 3, and 20% to 2; 3 sends 60% to 1. With
+    the gradients, of which 0 sends 40% and others all, each sends 160%.
+    """
+    sent = {'w': Sent(9 * MB, GPUS[0], True)}
+    found = Slices(sent, GPUS)
+    assert [found.position(device)[:2] for device in GPUS] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    sums = [(one.device, one.entries / 9 / MB) for one in found.of_sum(9 * MB, GPUS[0], 9 * MB)]
+    assert sums == [(GPUS[n], pytest.approx(part)) for n, part in [(0, 0.6), (2, 0.2), (3, 0.2)]]
+    reads = [(one.device, one.entries / 9 / MB) for one in found.of_value('w', 9 * MB)]
+    assert reads == [(GPUS[n], pytest.approx(part)) for n, part in [(0, 0.2), (1, 0.2), (2, 0.6)]]
+    counted = count(sent, GPUS)
+    for device in GPUS:
+        assert counted.sent[device] == pytest.approx(1.6 * 9 * MB)
+        assert counted.received[device] == pytest.approx(1.6 * 9 * MB)
+    assert counted.messages == 9 + 8  # Without a grid, it's 15 and 9.
+
+
 def test_as_few_as_needed():
     """Only what would make a device send more than others; nothing that is small, or a part."""
     even = {f'w{i}': Sent(MB, device, True) for i, device in enumerate(GPUS)}
     for sent in [
         even,
-        {'w': Sent(slices.SMALL, GPUS[0], True)},
+        {'w': Sent(slices._SMALL // 3, GPUS[0], True)},
         {'w': Sent(9 * MB, GPUS[0], False)},
         {'w': Sent(9 * MB, '/device:CPU:0', True)},
         {},
@@ -67,7 +97,7 @@ def test_as_few_as_needed():
 
 def test_every_value_has_slices(monkeypatch):
     """Also if no level but the highest one leaves a place room for a slice that is large enough."""
-    monkeypatch.setattr(slices, '_SMALLEST_SLICE', 1 << 30)
+    monkeypatch.setattr(sharing, '_SMALLEST_SLICE', 1 << 30)
     found = Slices({'w': Sent(9 * MB, GPUS[0], True)}, GPUS)
     assert sum(one.entries for one in found.of_sum(9 * MB, GPUS[0], 90)) == 90
     assert sum(one.entries for one in found.of_value('w', 90)) == 90
@@ -126,7 +156,78 @@ def vgg():
     return [*convolutions, 25088 * 4096, 4096 * 4096, 4096 * 1000]
 
 
-@pytest.mark.parametrize('devices', [3, 4, 8, 16, 64])
+class Recorder:
+    """In place of a `NodeBuilder`: counts what devices send each other of values of bytes.
+
+    Attributes:
+      sent: bytes, by device.
+      received: the same.
+      messages: how many.
+    """
+
+    def __init__(self):
+        self.sent, self.received, self.messages = collections.Counter(), collections.Counter(), 0
+        self._values = {}  # device and size, by name
+        self._arrived = set()
+
+    def add(self, op, values, device, size=None, **attrs):
+        name = f'{op}{values}{device}:0'
+        if name not in self._values:
+            size = size or sum(self.use(value, device) for value in values)
+            self._values[name] = device, size
+        return name
+
+    def use(self, name, device):
+        """Notes that a device needs a value; returns its size."""
+        source, size = self._values[name]
+        if source != device and (name, device) not in self._arrived:
+            self._arrived.add((name, device))
+            self.sent[source] += size
+            self.received[device] += size
+            self.messages += 1
+        return size
+
+    def split(self, value, sizes, dtype, device):
+        assert sum(sizes) == self.use(value, device)
+        if len(sizes) == 1:
+            return [value]
+        return [self.add(f'{value}[{n}]', [], device, size) for n, size in enumerate(sizes)]
+
+    def concat(self, values, axis, dtype, device):
+        return self.add('concat', values, device) if len(values) > 1 else values[0]
+
+    def sum(self, values, dtype, device):
+        [size] = {self.use(value, device) for value in values}
+        return self.add('sum', values, device, size) if len(values) > 1 else values[0]
+
+
+def count(sent, devices):
+    """Counts what devices send each other of values, and of their gradients."""
+    found = Slices(sent, devices)
+    nodes = Recorder()
+    for name, (size, owner, _) in sent.items():
+        parts = found.of_value(name, size)
+        sums = found.of_sum(size, owner, size) if parts else []
+        vectors = [
+            Vector(nodes.add(f'gradient of {name}', [], device, size), device, position)
+            for device, position in zip(devices, map(found.position, devices))
+        ]
+        value = Vector(nodes.add(name, [], owner, size), owner, found.position(owner))
+        assert bool(parts) == bool(sums)
+        if not parts:
+            for device, gradient in zip(devices, vectors):
+                nodes.use(value.name, device)
+                nodes.use(gradient.name, owner)
+            continue
+        handed = Handed(nodes, found, parts, value, tf.float32)
+        for device in devices:
+            assert device == owner or nodes.use(handed.on(device), device) == size
+        for total in add_up(nodes, found, sums, vectors, tf.float32):
+            nodes.use(total, owner)
+    return nodes
+
+
+@pytest.mark.parametrize('devices', [3, 4, 7, 8, 12, 16, 64])
 @pytest.mark.parametrize('sizes', [resnet, bert, vgg], ids=lambda f: f.__name__)
 def test_on_paper(sizes, devices):
     """Bytes in and out of each device, relative to a ring; each variable is on the emptiest."""
@@ -137,25 +238,12 @@ def test_on_paper(sizes, devices):
         sent[str(number)] = Sent(4 * size, owner, True)
         load[owner] += 4 * size
 
-    found = Slices(sent, list(load))
-    moved_in, moved_out = collections.Counter(), collections.Counter()
-    for name, (size, owner, _) in sent.items():
-        parts = found.of_value(name, size)
-        sums = found.of_sum(size, owner, size) if parts else []
-        for device in load:
-            moved_in[device] += size * (device != owner)
-        for device, part in parts or [Part(owner, size)]:
-            moved_out[owner] += part * (device != owner)
-            moved_out[device] += part * (devices - 1 - (device != owner))
-        for device, part in sums or [Part(owner, size)]:
-            moved_in[device] += part * (devices - 1)
-            moved_in[owner] += part * (device != owner)
-            moved_out[device] += part * (device != owner)
-            for other in load:
-                moved_out[other] += part * (other != device)
+    counted = count(sent, list(load))
     ring = 2 * sum(4 * size for size in sizes()) * (devices - 1) / devices
-    assert max(*moved_in.values(), *moved_out.values()) <= 1.12 * ring
-    assert min(*moved_in.values()) > 0.8 * ring
+    moved = [*counted.sent.values(), *counted.received.values()]
+    assert max(moved) <= 1.12 * ring
+    assert min(moved) > 0.8 * ring
+    assert counted.messages <= 2.02 * 2 * (devices - 1) * len(sent)
 
 
 @pytest.mark.no_cover
@@ -210,12 +298,26 @@ def test_the_same_sums(microbatches, behavior, monkeypatch):
     assert len(entries) == 4 and sum(entries.values()) == 200 * 294
     assert max(entries.values()) < 200 * 294 / 2
 
-    monkeypatch.setattr(slices, 'SMALL', 1 << 30)
+    monkeypatch.setattr(slices, '_SMALL', 1 << 30)
     whole = train(wide, BATCHES, 4, values=one.start, **options)
     assert not slices_in(whole.graph)
     for name, value in whole.values.items():
         np.testing.assert_array_equal(sliced.values[name], value)
     assert sliced.losses == whole.losses
+
+
+@pytest.mark.parametrize(('devices', 'added'), [(6, {2, 3}), (8, {2})])
+def test_in_a_grid(devices, added, behavior, monkeypatch):
+    """In one of 3 x 2, or of 2 x 2 x 2, as one device; also if some devices have no example."""
+    monkeypatch.setattr(slices, 'memory_of', lambda device: device)
+    monkeypatch.setattr(slices, '_MORE_MESSAGES', 0)
+    sliced, _ = compare(wide, BATCHES, devices, static=False)
+    counts = {
+        len(op.inputs)
+        for op in sliced.graph.get_operations()
+        if op.type == 'AddN' and op.outputs[0].shape.num_elements() > 4000
+    }
+    assert counts == added
 
 
 def test_on_three_machines(three_machines):

@@ -26,7 +26,8 @@ What is sent:
 
 - `sending`: full values, to the devices that need them.
 - `packing`: small values share messages, gradients those of one call of an optimizer; `slices`:
-  large ones are cut.
+  large ones are cut. `sharing`: which device has how much of them; `grid`: which devices exchange
+  them; `exchange`: the ops that do.
 - `bits`: masks that wait are packed.
 
 What waits for what:

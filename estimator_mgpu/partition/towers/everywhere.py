@@ -19,7 +19,8 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -31,13 +32,14 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.once_devices import device_of
+from estimator_mgpu.partition.towers.packing import Pack
 from estimator_mgpu.partition.towers.sending import Sender
-from estimator_mgpu.partition.towers.slices import SMALL
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import op_types, private
 
+_SMALL = 1 << 16  # bytes: sending more costs more than the time of a message
 _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
 
@@ -77,6 +79,7 @@ class Everywhere:
         is_shared = len({memory_of(device) for device in self._devices}) == 1
         is_off = is_shared or len(self._devices) > _MOST_DEVICES * len(self._machines)
         self._behind = {} if is_off else self._find_behind()
+        values.packs_of_ops.update(self._find_packs())
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 
     def value(self, tensor: tf.Tensor, device: str) -> str | None:
@@ -108,6 +111,25 @@ class Everywhere:
                     behind[tensor.name] = ops
         return behind
 
+    def _find_packs(self) -> dict[str, Pack]:
+        """The partial sums of one op that share a message to each device, by their names.
+
+        Such are the two that the gradient of batch normalization needs.
+        """
+        packs: dict[str, Pack] = {}
+        for op in self._plan.order:
+            sums = defaultdict[Hashable, list[tf.Tensor]](list)
+            for tensor in op.outputs:
+                placement = self._plan.placements.get(tensor.name)
+                if not isinstance(placement, Partial) or placement.reduce != 'sum':
+                    continue
+                if tensor.name in self._behind and tensor.consumers() and tensor.shape.rank:
+                    sums[placement.rows, tensor.dtype].append(tensor)
+            for tensors in sums.values():
+                if len(tensors) > 1:
+                    packs.update(dict.fromkeys([one.name for one in tensors], Pack(tensors)))
+        return packs
+
     def _can_be_copied(self, op: tf.Operation) -> bool:
         """Whether an op that runs once only computes, whenever its operands are there."""
         liveness = self._order.liveness
@@ -123,13 +145,15 @@ class Everywhere:
 
     def _made_on(self, tensor: tf.Tensor, device: str) -> str:
         """The value of a tensor: made on this device, if partial results lead to it."""
+        if tensor.op.type == op_types.CONST and _is_small(tensor):
+            return self._nodes.copy_of_constant(tensor.op, device)
         if tensor.name not in self._behind or self._is_made_there(tensor, device):
             return self._values.full(tensor)
         key = tensor.name, device
         if key not in self._made:
             with self._nodes.serving(tensor.op):
                 if isinstance(self._plan.placements.get(tensor.name), Partial):
-                    self._made[key] = self._values.reduced_on(tensor, device)
+                    self._made[key] = self._values.reduced_on(tensor, device, is_for_all=True)
                 else:
                     self._copy(tensor.op, device)
         return self._made[key]
@@ -154,6 +178,6 @@ class Everywhere:
 
 
 def _is_small(tensor: tf.Tensor) -> bool:
-    """Whether a tensor has few floats: sending more costs more than the time of a message."""
+    """Whether a tensor has few floats."""
     is_known = tensor.shape.is_fully_defined() and tensor.dtype.is_floating
-    return is_known and bytes_of(tensor) <= SMALL
+    return is_known and bytes_of(tensor) <= _SMALL

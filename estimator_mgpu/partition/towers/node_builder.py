@@ -154,6 +154,12 @@ class NodeBuilder:
             return values[0]
         return self.add('ConcatV2', [*values, axis], device, T=dtype, N=len(values))
 
+    def sum(self, values: Sequence[str], dtype: tf.DType, device: str) -> str:
+        """Adds a sum, unless of one value."""
+        if len(values) == 1:
+            return values[0]
+        return self.add('AddN', values, device, T=dtype, N=len(values))
+
     def split(self, value: str, sizes: list[int], dtype: tf.DType, device: str) -> list[str]:
         """Adds a split along the first dimension, unless into one part."""
         if len(sizes) == 1:
@@ -190,6 +196,14 @@ class NodeBuilder:
         name = f'{self._once(key, lambda: const_def(value, dtype), [], device)}:0'
         self._consts[name] = value, dtype, device
         return name
+
+    def copy_of_constant(
+        self, op: tf.Operation, device: str, control_inputs: Sequence[str] = ()
+    ) -> str:
+        """Adds a constant like one of the graph's."""
+        value = op.get_attr('value').SerializeToString()
+        dtype = op.outputs[0].dtype.base_dtype
+        return self.add('Const', control_inputs, device, dtype=dtype, value=value)
 
     def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""

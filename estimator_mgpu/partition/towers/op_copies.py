@@ -72,8 +72,6 @@ class Copies:
         self._waits = waits
         self._everywhere = everywhere
         self._nodes = nodes
-        # The values of constants, and where towers have theirs.
-        self._constants: dict[tf.Operation, tuple[bytes, list[str]]] = {}
 
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
@@ -247,7 +245,9 @@ class Copies:
         if tensor.name not in self._plan.placements and not or_zeros:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
-                return self._copy_of_constant(tensor.op, tower)
+                control_inputs = self._control_inputs(tensor.op, tower)
+                device_of_copy = self._devices(tensor.op, OpPlan())[tower.number]
+                return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
             if self._sender.is_packed(tensor) and device != source:
                 return self._sender.receive_packed(tensor, device)
 
@@ -259,16 +259,6 @@ class Copies:
         if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
             return full  # These can't be sent to another device.
         return self._sender.receive(tensor, device)
-
-    def _copy_of_constant(self, op: tf.Operation, tower: Tower) -> str:
-        if op not in self._constants:
-            value = op.get_attr('value').SerializeToString()
-            self._constants[op] = value, self._devices(op, OpPlan())
-        value, devices = self._constants[op]
-        control_inputs = self._control_inputs(op, tower)
-        device = devices[tower.number]
-        dtype = op.outputs[0].dtype.base_dtype
-        return self._nodes.add('Const', control_inputs, device, dtype=dtype, value=value)
 
     def _function_operands(
         self,

@@ -21,9 +21,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
+from estimator_mgpu.partition.towers import exchange
 from estimator_mgpu.partition.towers.node_builder import other_output
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
-from estimator_mgpu.partition.towers.slices import Part
+from estimator_mgpu.partition.towers.slices import Part, Slices
 from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -156,7 +157,8 @@ def sum_in_slices(
     shards: Shards,
     values: Sequence[str],
     dtype: tf.DType,
-    slices: Sequence[Part],
+    slices: Slices,
+    parts: Sequence[Part],
     shape: Sequence[int],
     device: str,
 ) -> str:
@@ -166,23 +168,21 @@ def sum_in_slices(
       shards: which examples each tower has.
       values: the partial results, one for each tower.
       dtype: their type.
-      slices: how many entries are summed where.
+      slices: has the grid in which devices exchange slices.
+      parts: the slices.
       shape: of a partial result.
       device: where the slices are put together.
     """
     nodes = shards.nodes
     if shards.active is not None:
         values = _without_empty_towers(shards, values, dtype, 'sum')
-    cut = []
+    vectors = []
     for chain in shards.chains:
         running = _combine_chain(shards, chain, values, dtype, 'sum')
-        vector = nodes.add('Reshape', [running, [-1]], chain[0].device, T=dtype)
-        sizes = [one.entries for one in slices]
-        cut.append(nodes.split(vector, sizes, dtype, chain[0].device))
-    sums = [
-        _combine_chains(shards, parts, dtype, 'sum', one.device)
-        for parts, one in zip(zip(*cut), slices)
-    ]
+        source = chain[0].device
+        vector = nodes.add('Reshape', [running, [-1]], source, T=dtype)
+        vectors.append(exchange.Vector(vector, source, slices.position(source)))
+    sums = exchange.add_up(nodes, slices, parts, vectors, dtype)
     return nodes.add(
         'Reshape', [nodes.concat(sums, 0, dtype, device), list(shape)], device, T=dtype
     )
@@ -365,7 +365,7 @@ def _combine(
     if len(values) == 1:
         return values[0]
     if reduction == 'sum':
-        return shards.nodes.add('AddN', values, device, T=dtype, N=len(values))
+        return shards.nodes.sum(values, dtype, device)
 
     attrs = {} if dtype == tf.bool else {'T': dtype}
     combined = values[0]

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import machine_of, relay
+from estimator_mgpu.devices import relay
+from estimator_mgpu.partition.towers.exchange import Handed, Vector
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.packing import Pack
 from estimator_mgpu.partition.towers.slices import Slices
@@ -43,6 +44,7 @@ class Sender:
         self._devices = devices
         self._nodes = nodes
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
+        self._handed: dict[str, Handed] = {}  # what is sent in slices, by tensor
 
     def send(self, value: str, dtype: tf.DType, source: str, target: str) -> str:
         """Sends a value to the machine of another device, once for all towers there."""
@@ -73,22 +75,14 @@ class Sender:
         full = self._values.full(tensor)
         dtype = tensor.dtype.base_dtype
         source = self._values.origins.device_of_full(tensor)
-        slices = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
-        if not slices or device == source:
+        parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
+        if not parts or device == source:
             return self.send(full, dtype, source, device)
 
         with self._nodes.serving(tensor.op):
-            vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
-            sizes = [one.entries for one in slices]
-            cut = self._nodes.split(vector, sizes, dtype, source)
-            received = []
-            for value, one in zip(cut, slices):
-                # On the machine that has the value, a device there hands the slice on.
-                first = relay(self._devices, source, one.device) or one.device
-                if first != source:
-                    value = self._nodes.add('Identity', [value], first, T=dtype)
-                if machine_of(device) != machine_of(source) and first != one.device:
-                    value = self._nodes.add('Identity', [value], one.device, T=dtype)
-                received.append(self.send(value, dtype, one.device, device))
-            vector = self._nodes.concat(received, 0, dtype, device)
+            if tensor.name not in self._handed:
+                vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
+                value = Vector(vector, source, self._slices.position(source))
+                self._handed[tensor.name] = Handed(self._nodes, self._slices, parts, value, dtype)
+            vector = self._handed[tensor.name].on(device)
             return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)

@@ -15,8 +15,8 @@ device, which hands it on:
 
 A slice is a further message from each device, so only as many values are sliced as are needed: with
 n devices, of V bytes in all, the busiest device is to send and receive 2 V (n - 1) / n, as in a
-ring, or a tenth more. Logical CPU devices share their memory, so nothing is sliced for them.
-Whatever the slices, all entries are added up in the order of the towers.
+ring, or a tenth more. Logical CPU devices share their memory, so nothing is sliced for them. If
+there were many more messages than without slices, devices exchange slices in a `Grid`.
 
 In: the values that towers need in full, with their sizes and devices. Out: for such a value, or for
 a sum of the same size on the same device, how many entries are on which device.
@@ -25,7 +25,7 @@ a sum of the same size on the same device, how many entries are on which device.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -33,14 +33,16 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import machine_of, memory_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.plan import FULL, Plan
+from estimator_mgpu.partition.towers import sharing
+from estimator_mgpu.partition.towers.grid import Grid, Position, most_levels
 from estimator_mgpu.partition.towers.once_devices import runs_at_its_table
+from estimator_mgpu.partition.towers.packing import Pack
+from estimator_mgpu.partition.towers.sharing import Shares, Value
 from estimator_mgpu.tf_internals import op_types
 
 _MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive
-# Bytes: a value that isn't larger isn't sliced, as a message costs about as much. `everywhere` lets
-# each device make such a value.
-SMALL = 1 << 16
-_SMALLEST_SLICE = 1 << 12
+_MORE_MESSAGES = 2  # than without slices
+_SMALL = 1 << 18  # bytes: a value isn't sliced if its owner sends no more to all others
 
 
 class Sent(NamedTuple):
@@ -49,7 +51,7 @@ class Sent(NamedTuple):
     Attributes:
       size: its bytes.
       owner: the device that has it.
-      is_sliceable: whether its shape is known, and it's no part of a pack.
+      is_sliceable: whether its shape is known, and it's no pack.
     """
 
     size: int
@@ -58,14 +60,17 @@ class Sent(NamedTuple):
 
 
 def find_sent(
-    plan: Plan, packs: Container[str], device_of_full: Callable[[tf.Tensor], str]
+    plan: Plan, packs: Mapping[str, Pack], device_of_full: Callable[[tf.Tensor], str]
 ) -> dict[str, Sent]:
     """Finds what is sent to all devices: what towers need in full, and no tower makes.
 
     Args:
       plan: which ops are sharded.
-      packs: the names of tensors that share a message with others.
+      packs: those of tensors that share a message with others, by name.
       device_of_full: gives the device of a tensor's full value.
+
+    Returns:
+      By the name of the tensor, or of the first one of a pack.
     """
     of_batch = set(plan.order)
     sent = {}
@@ -77,8 +82,11 @@ def find_sent(
             if need != FULL or tensor.op in of_batch or tensor.op.type == op_types.CONST:
                 continue
             if tensor.dtype.base_dtype.is_floating:
-                is_known = tensor.shape.is_fully_defined() and tensor.name not in packs
-                sent[tensor.name] = Sent(bytes_of(tensor), device_of_full(tensor), is_known)
+                pack = packs.get(tensor.name)
+                tensors = [tensor] if pack is None else pack.tensors
+                is_sliceable = pack is None and tensor.shape.is_fully_defined()
+                size = sum(map(bytes_of, tensors))
+                sent[tensors[0].name] = Sent(size, device_of_full(tensor), is_sliceable)
     return sent
 
 
@@ -87,13 +95,14 @@ class Part(NamedTuple):
 
     device: str
     entries: int
-
-
-Shares = dict[str, float]  # by place, a device or a machine, how many bytes of a value it has
+    position: Position  # of the device
 
 
 class Slices:
     """Decides what is sliced.
+
+    Attributes:
+      grid: that of the devices that have slices.
 
     Args:
       sent: the values that are sent to all devices, by the names of their tensors.
@@ -103,34 +112,54 @@ class Slices:
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
         self._unsliced_bytes: Counter[str] = Counter()  # by their owner's memory
-        for value in sent.values():
-            self._unsliced_bytes[memory_of(value.owner)] += value.size
-
         # Several machines share a value among each other, and then each among its devices: among
         # one of those that share their memory.
-        self._memories: set[str] = set()
+        self._memories: dict[str, str] = {}  # by memory, the first device
         self._place_of: dict[str, str] = {}
         self._places: dict[str, list[str]] = {}
-        machines = {machine_of(device) for device in devices}
+        self._has_machines = len(set(map(machine_of, devices))) > 1
         for device in devices:
             memory = memory_of(device)
-            self._place_of[device] = machine_of(device) if len(machines) > 1 else memory
+            self._place_of[device] = machine_of(device) if self._has_machines else memory
             if memory not in self._memories:
-                self._memories.add(memory)
+                self._memories[memory] = device
                 self._places.setdefault(self._place_of[device], []).append(device)
 
-        large = self._find_large()
-        # For each byte of a slice, how many are received: from all others, but if another place
-        # than the owner adds it up, the owner receives one, too.
-        others = len(self._places) - 1
-        sums = self._share(large, self._unsliced_base(), others, others - 1)
-        # And how many are sent: a place doesn't hand its slice on to the owner, nor to itself.
-        base = self._base_of_reads(large, sums)
-        reads = self._share(large, base, others - 1, others - 1)
-        self._reads = dict(zip(large, reads))
+        for levels in range(1, most_levels(self._machines()) + 1):
+            self.grid = Grid(self._machines(), levels)
+            large = self._find_large()
+            sums = self._share(large, self._unsliced_base(), is_sum=True)
+            self._reads = self._share(large, self._base_of_reads(sums), is_sum=False)
+            if self._has_few_messages([*sums.values(), *self._reads.values()]):
+                break
         self._sums = defaultdict[tuple[int, str], list[Shares]](list)
-        for name, shares in zip(large, sums):
+        for name, shares in sums.items():
             self._sums[sent[name].size, sent[name].owner].append(shares)
+
+    def _machines(self) -> list[list[str]]:
+        """The devices of each machine, one of those that share their memory."""
+        places = list(self._places.values())
+        return places if self._has_machines else [[device for [device] in places]]
+
+    def _share(
+        self, large: Sequence[str], base: Mapping[str, float], is_sum: bool
+    ) -> dict[str, Shares]:
+        """Shares the named values among places, which have to do `base` anyhow."""
+        values = {name: Value(self._sent[name].size, self._owner(name)) for name in large}
+        columns = [len(self._places)] if self._has_machines else self.grid.columns
+        return sharing.share(values, base, columns, is_sum)
+
+    def _owner(self, name: str) -> str:
+        """The place that has a value."""
+        return self._place_of[self._sent[name].owner]
+
+    def _has_few_messages(self, slices: Sequence[Shares]) -> bool:
+        """Whether values and gradients, some in slices, don't take many more messages for that."""
+        pairs = len(self._memories) - 1
+        messages = pairs * (2 * len(self._sent) - len(slices))
+        for shares in slices:
+            messages += self.grid.messages([position for position, _ in self._at(shares)])
+        return messages <= _MORE_MESSAGES * pairs * 2 * len(self._sent)
 
     def of_value(self, name: str, entries: int) -> list[Part]:
         """The slices of a value that is sent to all devices; [] if it's sent as a whole."""
@@ -148,8 +177,15 @@ class Slices:
         alike.append(shares)  # If there are more sums than values, these take turns.
         return self._in_entries(shares, entries)
 
+    def position(self, device: str) -> Position:
+        """The position of a device in the grid, or of the one there that shares its memory."""
+        return self.grid.positions(self._memories[memory_of(device)])[0]
+
     def _find_large(self) -> list[str]:
         """The names of the values that are sliced: as few as possible, always the largest ones."""
+        self._unsliced_bytes.clear()
+        for value in self._sent.values():
+            self._unsliced_bytes[memory_of(value.owner)] += value.size
         count = len(self._memories)
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
@@ -159,11 +195,14 @@ class Slices:
         #     size * (count - 1) + (total - size) <= _MORE_THAN_A_RING * ring
         ring = 2 * total * (count - 1) / count
         limit = (_MORE_THAN_A_RING * ring - total) / (count - 2)
+        if self.grid.levels > 1:
+            limit /= 2  # It has to exchange slices in its row, however much else it does.
 
         candidates = defaultdict[str, list[str]](list)  # by owner, the smallest first
         for name in sorted(self._sent, key=lambda name: self._sent[name].size):
             value = self._sent[name]
-            if value.is_sliceable and value.size > SMALL and value.owner in self._place_of:
+            is_large = value.size * (count - 1) > _SMALL
+            if value.is_sliceable and is_large and value.owner in self._place_of:
                 candidates[memory_of(value.owner)].append(name)
 
         large: list[str] = []
@@ -186,87 +225,13 @@ class Slices:
             for place, devices in self._places.items()
         }
 
-    def _base_of_reads(self, large: Sequence[str], sums: Sequence[Shares]) -> dict[str, float]:
+    def _base_of_reads(self, sums: Mapping[str, Shares]) -> dict[str, float]:
         """What each place sends: that, and the slices of gradients that others add up."""
         base = self._unsliced_base()
-        for name, shares in zip(large, sums):
-            size = self._sent[name].size
-            owner = self._place_of[self._sent[name].owner]
-            base[owner] += size - shares.get(owner, 0)  # Its own part of a gradient isn't sent.
+        for name, shares in sums.items():
+            owner = self._owner(name)  # Its own part of a gradient isn't sent.
+            base[owner] += self._sent[name].size - shares.get(owner, 0)
         return base
-
-    def _share(
-        self, large: Sequence[str], base: Mapping[str, float], cost: int, cost_at_owner: int
-    ) -> list[Shares]:
-        """Shares values among places, so that the busiest one has as little to do as possible.
-
-        Args:
-          large: the names of the values.
-          base: what each place has to do anyhow, in bytes.
-          cost: what each byte of a share adds to that.
-          cost_at_owner: the same at the owner of the value.
-
-        Returns:
-          For each value, the shares of places.
-        """
-        if cost_at_owner == 0:  # Of two machines, the owner's is no busier than the other one.
-            return [
-                {self._place_of[self._sent[name].owner]: self._sent[name].size} for name in large
-            ]
-
-        low = 0.0
-        high = max(base.values()) + cost * sum(self._sent[name].size for name in large)
-        shares = self._fill(large, base, high, cost, cost_at_owner)
-        assert shares is not None, 'up to this level, any place could take all values'
-        for _ in range(40):
-            level = (low + high) / 2
-            attempt = self._fill(large, base, level, cost, cost_at_owner)
-            if attempt is None:
-                low = level
-            else:
-                shares, high = attempt, level
-        return shares
-
-    def _fill(
-        self,
-        large: Sequence[str],
-        base: Mapping[str, float],
-        level: float,
-        cost: int,
-        cost_at_owner: int,
-    ) -> list[Shares] | None:
-        """Gives each place as much as it can take up to a level; None if that isn't all.
-
-        Owners come first. What they leave goes to one place after the other, so that there are few
-        slices.
-        """
-        room = {place: max(level - load, 0.0) for place, load in base.items()}
-        shares: list[Shares] = []
-        left: list[float] = []
-        for name in large:
-            size = self._sent[name].size
-            owner = self._place_of[self._sent[name].owner]
-            part = min(size, room[owner] / cost_at_owner)
-            if part < _SMALLEST_SLICE:
-                part = 0.0
-            room[owner] -= part * cost_at_owner
-            shares.append({owner: part})
-            left.append(size - part)
-
-        places = list(base)
-        for of_value, rest in zip(shares, left):
-            while rest > 0 and places:
-                place = places[0]
-                part = min(rest, room[place] / cost)
-                if part == rest or part >= _SMALLEST_SLICE:
-                    of_value[place] = of_value.get(place, 0.0) + part
-                    room[place] -= part * cost
-                    rest -= part
-                if rest > 0:
-                    places.pop(0)
-            if rest > 0:
-                return None
-        return shares
 
     def _in_entries(self, shares: Shares, entries: int) -> list[Part]:
         """Shares in whole entries of the devices of each place, but for those without one."""
@@ -274,12 +239,18 @@ class Slices:
         slices = []
         before = 0
         done = 0.0
-        for place, share in shares.items():
-            devices = self._places[place]
-            for device in devices:
-                done += share / len(devices)
-                end = min(round(entries * done / total), entries)
-                if end > before:
-                    slices.append(Part(device, end - before))
-                    before = end
+        for position, share in self._at(shares):
+            done += share
+            end = min(round(entries * done / total), entries)
+            if end > before:
+                slices.append(Part(self.grid.device(position), end - before, position))
+                before = end
         return slices
+
+    def _at(self, shares: Shares) -> list[tuple[Position, float]]:
+        """The positions at which shares are, in their order, with the bytes that each has."""
+        found = []
+        for place, share in shares.items():
+            positions = [p for device in self._places[place] for p in self.grid.positions(device)]
+            found += [(position, share / len(positions)) for position in positions]
+        return sorted((position, share) for position, share in found if share > 0)

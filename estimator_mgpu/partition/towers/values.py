@@ -37,7 +37,12 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
-from estimator_mgpu.partition.towers import bits, reduce_and_gather, sparse_rows, unique_ids
+from estimator_mgpu.partition.towers import (
+    bits,
+    reduce_and_gather,
+    sparse_rows,
+    unique_ids,
+)
 from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.packing import Pack
@@ -80,6 +85,8 @@ class Values:
         self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
 
+        self.packs_of_ops: dict[str, Pack] = {}
+        """Partial sums that are reduced together wherever one is, by the names of the tensors."""
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
 
@@ -323,20 +330,31 @@ class Values:
         gather = reduce_and_gather.gather_blocks if in_blocks else reduce_and_gather.gather
         return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
 
-    def reduced_on(self, tensor: tf.Tensor, device: str) -> str:
-        """The value of which towers have partial results, reduced on a device."""
+    def reduced_on(self, tensor: tf.Tensor, device: str, is_for_all: bool = False) -> str:
+        """The value of which towers have partial results, reduced on a device.
+
+        Args:
+          tensor: the user's.
+          device: one.
+          is_for_all: whether all devices reduce it, each for itself.
+        """
         placement = self._plan.placements[tensor.name]
         assert isinstance(placement, Partial)
         if placement.reduce == MOMENTS:
             return self._reduce_moments(tensor, placement.rows, device)
         shards = self.shards_of(placement.rows)
-        values = [self.local(tensor, tower) for tower in self._towers]
         dtype = tensor.dtype.base_dtype
-        if placement.reduce == 'sum' and tensor.shape.is_fully_defined():
-            slices = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
-            if slices:
-                shape = tensor.shape.as_list()
-                return reduce_and_gather.sum_in_slices(shards, values, dtype, slices, shape, device)
+        if tensor.name in self.packs_of_ops:
+            pack = self.packs_of_ops[tensor.name]
+            return self._reduce_pack(pack, shards, dtype, device)[tensor.name]
+        values = [self.local(tensor, tower) for tower in self._towers]
+        is_known = tensor.shape.is_fully_defined()
+        if placement.reduce == 'sum' and is_known and not is_for_all:
+            parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
+            if parts:
+                return reduce_and_gather.sum_in_slices(
+                    shards, values, dtype, self._slices, parts, tensor.shape.as_list(), device
+                )
         return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
 
     def _make_full_of_ids(
