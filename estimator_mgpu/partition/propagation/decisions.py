@@ -172,10 +172,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
-    dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
-    if inputs_are_replicated:
-        dims = match.dims()
-    for output, output_dims in zip(op.outputs, dims):
+    for output, output_dims in zip(op.outputs, match.dims()):
         scope.sizes.set_dims(output, output_dims)
 
     decision = match.decision()

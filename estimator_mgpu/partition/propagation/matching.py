@@ -278,10 +278,11 @@ class Match:
         if isinstance(way.rows, SelectedRows) and not way.rows.is_ordered:
             return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
-        if need is None:
+        factor = per_row(operand.count, way.rows)
+        if need is None or factor is None:
             return None
         assert isinstance(need, (Form, Slice))
-        return CountedFromFirst(need, way.rows, way.factor)
+        return CountedFromFirst(need, way.rows, factor)
 
     def _need_of_sizes(self, tensor: tf.Tensor, position: int, way: Way) -> Need | None:
         """The form of a shape whose entry at a position is sharded."""

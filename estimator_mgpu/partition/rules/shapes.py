@@ -180,7 +180,7 @@ class _SliceLabels(NamedTuple):
     # Of the entries of the inputs `begin` and `end`: the dimension whose size, or part, they are.
     begin: tuple[Label, ...]
     end: tuple[Label, ...]
-    dims: list[Size | None]  # of the output, where blocks are taken
+    dims: list[Size | None]  # of the output, where the labels don't tell them
     in_blocks: dict[Label, bool]
 
 
@@ -236,7 +236,8 @@ def _slice_labels(
     output_labels: list[Label] = []
     begin_labels: list[Label] = []
     end_labels: list[Label] = []
-    block_sizes: dict[Label, Size] = {}  # of what is left of a dimension of which blocks are taken
+    in_blocks: dict[Label, bool] = {}  # dimensions of which blocks are taken
+    output_sizes: dict[int, Size] = {}  # where the labels don't tell them, by the output's axis
     for i in positions:
         axis = len(input_labels)  # the dimension that the index is for
         label: Label = None
@@ -259,11 +260,14 @@ def _slice_labels(
                 label = axis
             elif stride[i] == ONE and blocks is not None:
                 label = axis
-                block_sizes[label] = blocks
+                in_blocks[label] = True
+                output_sizes[len(output_labels)] = blocks
+            elif stride[i] == Size(-1) and is_set('begin', i) and is_set('end', i):
+                output_sizes[len(output_labels)] = dims[axis]  # Reversed: as many entries.
             input_labels.append(label)
             output_labels.append(label)
         # Without a begin, the entry of `begin` means nothing; 0 is 0 on each tower.
-        has_begin = label in block_sizes and not is_set('begin', i) and begin[i] != Size(0)
+        has_begin = label in in_blocks and not is_set('begin', i) and begin[i] != Size(0)
         begin_labels.append(label if has_begin else None)
         end_labels.append(None if is_set('end', i) else label)
 
@@ -274,8 +278,8 @@ def _slice_labels(
         tuple(output_labels),
         tuple(begin_labels),
         tuple(end_labels),
-        [block_sizes.get(label) for label in output_labels],
-        dict.fromkeys(block_sizes, True),
+        [output_sizes.get(axis) for axis in range(len(output_labels))],
+        in_blocks,
     )
 
 
