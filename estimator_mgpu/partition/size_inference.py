@@ -127,7 +127,8 @@ class Sizes:
         if not tensor.dtype.is_floating:
             return
         dims = self.dims(tensor)
-        if dims and dims[0] == self.unknown_dim(tensor, 0):
+        is_unknown = bool(dims) and dims[0].number == 1 and len(dims[0].symbols) == 1
+        if is_unknown and isinstance(dims[0].symbols[0], Dim):
             rows = RowSpace(tensor.name, None)
             self.set_dims(tensor, [full_size(rows), *dims[1:]])
 

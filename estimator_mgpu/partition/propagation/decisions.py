@@ -6,6 +6,7 @@ loops or branches. Whatever no rule can shard runs once: `NotSharded` is raised,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
@@ -172,8 +173,9 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
-    for output, output_dims in zip(op.outputs, match.dims()):
-        scope.sizes.set_dims(output, output_dims)
+    by_rule = [] if inputs_are_replicated else [_if_complete(dims) for dims in signature.dims or ()]
+    for output, known, dims in itertools.zip_longest(op.outputs, by_rule, match.dims()):
+        scope.sizes.set_dims(output, known or dims)
 
     decision = match.decision()
     if decision is None and signature.otherwise is not None:

@@ -371,9 +371,10 @@ class Match:
         if output.shape.rank is None and by_rule is None and not labels:
             return None
         by_graph = self._sizes.static_dims(output, len(labels))
+        inferred = self._sizes.dims(output) or by_graph
         dims: list[Size] = []
-        for label, graph_size, rule_size in zip(
-            labels, by_graph, by_rule or itertools.repeat(None)
+        for label, graph_size, inferred_size, rule_size in zip(
+            labels, by_graph, inferred, by_rule or itertools.repeat(None)
         ):
             if way is not None and label == way.label:
                 factor = per_row(rule_size, way.rows) if rule_size else way.factor
@@ -381,7 +382,7 @@ class Match:
                     return None
                 dims.append(factor * full_size(way.rows))
             elif graph_size.symbols:
-                dims.append(rule_size or self._size_of(label) or graph_size)
+                dims.append(rule_size or self._size_of(label) or inferred_size)
             else:
                 dims.append(graph_size)
         return dims
@@ -390,10 +391,10 @@ class Match:
         """The size of the dimensions with a label, if all inputs agree."""
         if label is None:
             return None
-        sizes = set()
+        sizes: set[Size | None] = set()
         for tensor, operand, _ in self._inputs:
             labels = labels_of(operand)
             if label in labels:
-                dims = self._sizes.dims(tensor) or []
-                sizes.add(dims[labels.index(label)])
+                dims = self._sizes.dims(tensor)
+                sizes.add(None if dims is None else dims[labels.index(label)])
         return sizes.pop() if len(sizes) == 1 else None
