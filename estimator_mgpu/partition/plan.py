@@ -162,7 +162,7 @@ class IndicesOfRows(NamedTuple):
     """
 
     labels: tuple[Label, ...]
-    count: Size  # how many rows that tensor has
+    total: Size  # how many rows that tensor has
 
 
 # What propagation decides.

@@ -33,6 +33,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import plan_of_repeated
+from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import lists
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
@@ -66,7 +67,7 @@ class _Use(NamedTuple):
 
     op: Unit
     position: int  # of the input
-    index: int  # of the variable or constant
+    variable: int  # the index of the variable or constant
 
 
 class RowLoop:
@@ -79,7 +80,7 @@ class RowLoop:
       goes_on: the condition's result.
       body: the loop's body.
       results: what the variables and constants are after a step.
-      sizes: of the arguments.
+      scope: the graph that the loop is in.
 
     Raises:
       NotSharded: if a step may depend on another one, or on its number.
@@ -93,19 +94,21 @@ class RowLoop:
         goes_on: tf.Tensor,
         body: Part,
         results: Sequence[tf.Tensor],
-        sizes: Sizes,
+        scope: Scope,
     ):
+        if scope.in_function:
+            raise NotSharded('a loop over rows is in another loop or function')
         self._arguments = arguments
         self._placements = placements
         self._condition = condition
         self._body = body
         self._results = results
-        self._sizes = sizes
+        self._sizes = scope.sizes
         self.rows = next(one for one in placements if isinstance(one, RowList))
         self.lists: dict[int, RowList] = {}  # by index
         self.flows: set[int] = set()  # indices of what orders the ops on TensorArrays
         self.limits: set[int] = set()  # indices of what is the number of steps
-        self.constant_limits: set[str] = set()  # ops of the condition whose limit is a constant
+        self.constant_limits: set[str] = set()  # comparisons with a constant
         self._counters = set(self._find_counters())  # indices of variables that count the steps
         self._comparisons: set[tf.Operation] = set()  # of these
         self._check_condition(goes_on)
@@ -116,7 +119,7 @@ class RowLoop:
     # What is what.
 
     def _find_counters(self) -> Iterator[int]:
-        """Yields the indices of variables that begin with 0, and become larger by 1 in each step."""
+        """Yields the indices of variables that begin with 0, and become 1 larger in each step."""
         for index, (argument, result) in enumerate(zip(self._arguments, self._results)):
             op = passed_on(result).op
             if op.type not in _ADDS or self._sizes.entries(argument) != [Size(0)]:
@@ -197,21 +200,23 @@ class RowLoop:
         for use in self._uses():
             if not self._is_legal(use):
                 raise NotSharded(f'in it, {use.op.name} uses more than the row of a step')
-        changed = {*self._counters, *self.lists, *self.flows}
-        of_next = {passed_on(self._results[index]).name for index in changed}
-        of_next -= {argument.name for argument in self._body.inputs}
+        # What the next step begins with is for that step alone.
+        next_names = {passed_on(result).name for result in self._results}
+        next_names -= {argument.name for argument in self._body.inputs}
         for op in self._body.ops:
-            if any(passed_on(tensor).name in of_next for tensor in op.inputs):
-                if op.type not in op_types.PASS_ON:
-                    raise NotSharded(f'in it, {op.name} uses more than the row of a step')
+            names = {passed_on(tensor).name for tensor in op.inputs}
+            if op.type not in op_types.PASS_ON and next_names & names:
+                raise NotSharded(f'in it, {op.name} uses more than the row of a step')
 
     def _can_be_repeated(self, op: tf.Operation) -> bool:
         if op.type.startswith(op_types.HANDLE_PREFIXES):
-            return op.type in (*_READS, *_WRITES) and self._body.index_of(op.inputs[0]) in self.lists
+            return (
+                op.type in (*_READS, *_WRITES) and self._body.index_of(op.inputs[0]) in self.lists
+            )
         return can_be_repeated(op)
 
     def _uses(self) -> Iterator[_Use]:
-        """Yields where the body uses variables and constants, but for ops that only pass them on."""
+        """Yields where the body uses variables and constants, other than to pass them on."""
         for op in self._body.ops:
             if op.type in op_types.PASS_ON or op in self._comparisons:
                 continue
@@ -225,14 +230,14 @@ class RowLoop:
         is_access = use.op.type in (*_READS, *_WRITES)
         of_rows = is_access and self._body.index_of(use.op.inputs[0]) in self.lists
         by_number = is_access and self._body.index_of(use.op.inputs[1]) in self._counters
-        if use.index in self._counters:
+        if use.variable in self._counters:
             increments = [passed_on(self._results[index]).op for index in self._counters]
             return (of_rows and use.position == 1) or use.op in increments
-        if use.index in self.limits:
+        if use.variable in self.limits:
             return False
-        if use.index in self.lists:
+        if use.variable in self.lists:
             return by_number and use.position == 0
-        if use.index in self.flows:
+        if use.variable in self.flows:
             return of_rows and use.position == len(use.op.inputs) - 1
         return True
 
@@ -300,7 +305,13 @@ def decide_row_loop(
     [body] = functions.bodies
     parts = [Part(graph.inputs, graph.get_operations()) for graph in (condition, body)]
     loop = RowLoop(
-        op.inputs, placements, parts[0], condition.outputs[0], parts[1], body.outputs, functions.scope.sizes
+        op.inputs,
+        placements,
+        parts[0],
+        condition.outputs[0],
+        parts[1],
+        body.outputs,
+        functions.scope,
     )
     indices = range(len(op.inputs))
     readers = [condition, body]
@@ -315,7 +326,13 @@ def decide_v1_row_loop(
     """The same for a loop of TensorFlow 1."""
     part = Part(body.inputs, body.units)
     row_loop = RowLoop(
-        loop.inputs, placements, part._replace(ops=[]), body.condition, part, body.outputs, functions.scope.sizes
+        loop.inputs,
+        placements,
+        part._replace(ops=[]),
+        body.condition,
+        part,
+        body.outputs,
+        functions.scope,
     )
     needs = [
         row_loop.need(index, functions.variable_value([body], index))
@@ -339,5 +356,3 @@ def plans_of_reads(loop: V1Loop, needs: Sequence[Need]) -> dict[str, OpPlan]:
         if isinstance(need, VariableValue)
         for read in enter.outputs[0].consumers()
     }
-
-

@@ -278,7 +278,7 @@ class Match:
         if isinstance(way.rows, SelectedRows) and not way.rows.is_ordered:
             return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
-        factor = per_row(operand.count, way.rows)
+        factor = per_row(operand.total, way.rows)
         if need is None or factor is None:
             return None
         assert isinstance(need, (Form, Slice))

@@ -68,8 +68,15 @@ def add_ops(function: Any, operands: Sequence[tf.Tensor], scope: str) -> AddedOp
     )
     tensors.update(zip(computed, elements))
     graph = tf.get_default_graph()
+    ops = [graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes]
+    for op in ops:
+        if op.type.startswith(op_types.LIST_PREFIXES):
+            # The op alone doesn't tell which shape an element has.
+            original = function.get_operation_by_name(op.name.removeprefix(f'{scope}/'))
+            for output, known in zip(op.outputs, original.outputs):
+                output.set_shape(known.shape)
     return AddedOps(
-        ops=[graph.get_operation_by_name(f'{scope}/{node.name}') for node in nodes],
+        ops=ops,
         outputs=[tensors[tensor.name] for tensor in function.outputs],
         effects=elements[len(computed) :],
     )

@@ -16,8 +16,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
-from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.rules.zeros import is_one
+from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, full_size
 
 # Ops whose output has entries of the input, as they are.
@@ -76,8 +76,8 @@ def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
         indices = indices.op.inputs[0]
     if indices.op.type == 'Reshape' and sizes.rank(indices) == 1:
         indices = indices.op.inputs[0]  # Of a matrix, say, with the numbers of a row in each row.
-    dims = sizes.dims(indices)
-    return bool(dims) and dims[0].same_as(rows) is True and _is_position(indices, 0, sizes)
+    dims = sizes.dims(indices) or [Size(-1)]
+    return bool(dims[0].same_as(rows)) and _is_position(indices, 0, sizes)
 
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
@@ -119,9 +119,7 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     return axis_before is not None and _is_position(op.inputs[0], axis_before, sizes)
 
 
-def _is_broadcast_position(
-    factor: tf.Tensor, product: tf.Tensor, axis: int, sizes: Sizes
-) -> bool:
+def _is_broadcast_position(factor: tf.Tensor, product: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     """Whether a factor, broadcast to the product's shape, has its position along an axis."""
     dims, product_dims = sizes.dims(factor) or [], sizes.dims(product) or []
     own_axis = axis + len(dims) - len(product_dims)
