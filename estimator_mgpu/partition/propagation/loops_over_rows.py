@@ -151,8 +151,7 @@ class RowLoop:
             count = self._sizes.entries(self._arguments[limit])
         else:
             self.constant_limits.add(less.name)
-            number = self._sizes.numbers(less.inputs[1])
-            count = None if number is None else [Size(one) for one in number]
+            count = Sizes().entries(less.inputs[1])  # Of a function, whose names may be the graph's.
         if not count or not count[0].same_as(self.rows.count):
             raise NotSharded('the loop may not end with the last row')
 
