@@ -22,10 +22,9 @@ LOOPS = """
     cond_on_placeholders drawn_in_branches dynamic_rnn embedded_in_a_loop function_in_a_loop
     function_of_autograph function_of_sizes hessian imported large_zeros loop_with_effects
     loop_with_rows_summed loops_in_branches map_fn mapped_apart nested_loops pairs_first
-    read_then_written
-    recurrent recurrent_arrays recurrent_lengths scan shape_in_a_loop size_in_a_loop sizes_in_a_loop
-    switch_case switch_case_across trained_in_a_loop two_sequences while_any while_counted while_loop while_whole
-    written_rows
+    read_then_written recurrent recurrent_arrays recurrent_lengths scan shape_in_a_loop
+    size_in_a_loop sizes_in_a_loop switch_case switch_case_across trained_in_a_loop two_sequences
+    while_any while_counted while_loop while_whole written_rows
 """
 
 # An op of these types is worth sharding in any model.

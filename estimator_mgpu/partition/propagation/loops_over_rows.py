@@ -151,7 +151,7 @@ class RowLoop:
             count = self._sizes.entries(self._arguments[limit])
         else:
             self.constant_limits.add(less.name)
-            count = Sizes().entries(less.inputs[1])  # Of a function, whose names may be the graph's.
+            count = Sizes().entries(less.inputs[1])  # A function may have the graph's names.
         if not count or not count[0].same_as(self.rows.count):
             raise NotSharded('the loop may not end with the last row')
 

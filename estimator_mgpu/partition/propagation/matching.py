@@ -367,7 +367,7 @@ class Match:
         by_rule: Sequence[Size | None] | None,
         way: Way | None,
     ) -> list[Size] | None:
-        """One output's dimensions: numbers of the graph, else the rule's or inputs' sizes."""
+        """One output's dimensions: the rule's rows, numbers of the graph, or other sizes."""
         if output.shape.rank is None and by_rule is None and not labels:
             return None
         by_graph = self._sizes.static_dims(output, len(labels))
@@ -381,7 +381,7 @@ class Match:
                 if factor is None:
                     return None
                 dims.append(factor * full_size(way.rows))
-            elif graph_size.symbols:
+            elif graph_size.symbols or (rule_size and rule_size.rows):
                 dims.append(rule_size or self._size_of(label) or inferred_size)
             else:
                 dims.append(graph_size)

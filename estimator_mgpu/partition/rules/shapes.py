@@ -9,7 +9,7 @@ blocks apart: see `Shard.in_blocks`. On a tower they do so with blocks of its ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -181,6 +181,7 @@ class _SliceLabels(NamedTuple):
     begin: tuple[Label, ...]
     end: tuple[Label, ...]
     dims: list[Size | None]  # of the output, where the labels don't tell them
+    part: tuple[RowSpace, Size, Size] | None  # of all rows, those from the first to before the last
     in_blocks: dict[Label, bool]
 
 
@@ -188,10 +189,17 @@ def _strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     """`StridedSlice`: along the dimensions of which all entries are taken, or whole blocks."""
     dims = require(sizes.dims(op.inputs[0]))
     labels = _slice_labels(op, dims, sizes)
+    output_dims = list(labels.dims)
+    if labels.part is not None:
+        rows, first, last = labels.part
+        static = None
+        if rows.static is not None and first.static is not None and last.static is not None:
+            static = len(range(rows.static)[first.static : last.static])
+        output_dims[0] = _size_of_part(labels.part, op.outputs[0], static, sizes)
     return Signature(
         [labels.input, SizesOf(labels.begin), SizesOf(labels.end), FULL],
         [labels.output],
-        dims=[labels.dims],
+        dims=[output_dims],
         in_blocks=labels.in_blocks,
     )
 
@@ -237,6 +245,7 @@ def _slice_labels(
     begin_labels: list[Label] = []
     end_labels: list[Label] = []
     in_blocks: dict[Label, bool] = {}  # dimensions of which blocks are taken
+    part: tuple[RowSpace, Size, Size] | None = None
     output_sizes: dict[int, Size] = {}  # where the labels don't tell them, by the output's axis
     for i in positions:
         axis = len(input_labels)  # the dimension that the index is for
@@ -264,6 +273,13 @@ def _slice_labels(
                 output_sizes[len(output_labels)] = blocks
             elif stride[i] == Size(-1) and is_set('begin', i) and is_set('end', i):
                 output_sizes[len(output_labels)] = dims[axis]  # Reversed: as many entries.
+            elif (
+                stride[i] == ONE
+                and axis == len(output_labels) == 0
+                and rows
+                and _is_of_rows(dims[0])
+            ):
+                part = rows, first, last
             input_labels.append(label)
             output_labels.append(label)
         # Without a begin, the entry of `begin` means nothing; 0 is 0 on each tower.
@@ -279,8 +295,30 @@ def _slice_labels(
         tuple(begin_labels),
         tuple(end_labels),
         [output_sizes.get(axis) for axis in range(len(output_labels))],
+        part,
         in_blocks,
     )
+
+
+def _is_of_rows(size: Size) -> bool:
+    """Whether a dimension has an entry for each row of a row space."""
+    return size.rows is not None and size == full_size(size.rows)
+
+
+def _size_of_part(
+    part: tuple[Hashable, ...], tensor: tf.Tensor, static: int | None, sizes: Sizes
+) -> Size:
+    """The size of a part of the rows, such as `x[:8]`, which begins a row space of its own.
+
+    What else takes the same part, as `labels[:8]`, has the same rows.
+
+    Args:
+      part: which one it is.
+      tensor: the part.
+      static: how many rows it has, if the graph knows.
+      sizes: of tensors.
+    """
+    return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, static)))
 
 
 def _size_of_blocks(begin: Size, end: Size, dim: Size, rows: RowSpace | None) -> Size | None:
@@ -430,14 +468,20 @@ def _split(op: tf.Operation, sizes: Sizes) -> Signature:
     parts = op.get_attr('num_split')
     [axis] = axes_of(op, 0, sizes, len(dims))
     labels: list[Label] = list(range(len(dims)))
-    part_dims: list[Size | None] = [None] * len(dims)
-    part_dims[axis] = dims[axis].over(Size(parts))
-    if part_dims[axis] is None:
+    part_size = dims[axis].over(Size(parts))
+    part_sizes: list[Size | None] = [part_size] * parts
+    if part_size is None or (parts > 1 and axis == 0 and _is_of_rows(dims[0])):
         labels[axis] = None
+    if parts > 1 and axis == 0 and _is_of_rows(dims[0]):
+        static = None if part_size is None else part_size.static
+        part_sizes = [
+            _size_of_part((dims[0].rows, parts, number), output, static, sizes)
+            for number, output in enumerate(op.outputs)
+        ]
     return Signature(
         [FULL, tuple(labels)],
         [tuple(labels)] * parts,
-        dims=[part_dims] * parts,
+        dims=[[size if i == axis else None for i in range(len(dims))] for size in part_sizes],
         in_blocks={axis: True} if parts > 1 else {},
     )
 
