@@ -26,6 +26,8 @@ SHARDED_TYPES = {}  # by model: see _shards()
 # Those with a matrix product that may run once, if the graph doesn't know how many examples a batch
 # has: they reshape by it. That of clipped_by_row does on TensorFlow 2.15 only.
 RESHAPED_PRODUCTS = {'clipped_by_row', 'groups', 'taped'}
+# Those with one that may run once if the graph knows how many there are, and so has no sizes of it.
+PRODUCTS_OF_PARTS = {'parts_of_rows'}
 
 
 class Case(typing.NamedTuple):
@@ -1415,7 +1417,9 @@ def parts_of_rows(x, c):
     """The first two rows, of which there may be one, and others, of which there may be none."""
     w = c.variable(WIDTH, WIDTH)
     first, others = tf.matmul(x[:2], w), tf.matmul(x[2:], w)
-    return tf.concat([first * tf.sigmoid(x[:2]), tf.tanh(others)], 0)
+    return (
+        x + 0.1 * tf.reduce_mean(first * tf.sigmoid(x[:2]), 0) + tf.reduce_sum(tf.tanh(others), 0)
+    )
 
 
 def loop_with_rows_summed(x, c):

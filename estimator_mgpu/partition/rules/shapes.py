@@ -191,11 +191,7 @@ def _strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     labels = _slice_labels(op, dims, sizes)
     output_dims = list(labels.dims)
     if labels.part is not None:
-        rows, first, last = labels.part
-        static = None
-        if rows.static is not None and first.static is not None and last.static is not None:
-            static = len(range(rows.static)[first.static : last.static])
-        output_dims[0] = _size_of_part(labels.part, op.outputs[0], static, sizes)
+        output_dims[0] = _size_of_slice(*labels.part, op.outputs[0], sizes)
     return Signature(
         [labels.input, SizesOf(labels.begin), SizesOf(labels.end), FULL],
         [labels.output],
@@ -305,9 +301,19 @@ def _is_of_rows(size: Size) -> bool:
     return size.rows is not None and size == full_size(size.rows)
 
 
-def _size_of_part(
-    part: tuple[Hashable, ...], tensor: tf.Tensor, static: int | None, sizes: Sizes
+def _size_of_slice(
+    rows: RowSpace, first: Size, last: Size, tensor: tf.Tensor, sizes: Sizes
 ) -> Size:
+    """The size of a slice of rows, from the first one to before the last one: see `_size_of_part`.
+
+    As in Python, numbers below 0 are counted from the end, and there may be fewer rows.
+    """
+    if last.same_as(full_size(rows)):
+        last = full_size(rows)
+    return _size_of_part((rows, first, last), tensor, sizes)
+
+
+def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -> Size:
     """The size of a part of the rows, such as `x[:8]`, which begins a row space of its own.
 
     What else takes the same part, as `labels[:8]`, has the same rows.
@@ -315,10 +321,10 @@ def _size_of_part(
     Args:
       part: which one it is.
       tensor: the part.
-      static: how many rows it has, if the graph knows.
       sizes: of tensors.
     """
-    return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, static)))
+    # Its number isn't static even if the graph knows it: it may be smaller than that of devices.
+    return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, None)))
 
 
 def _size_of_blocks(begin: Size, end: Size, dim: Size, rows: RowSpace | None) -> Size | None:
@@ -361,15 +367,17 @@ def _slice(op: tf.Operation, sizes: Sizes) -> Signature:
     for axis, dim in enumerate(dims):
         from_start = begin[axis] == Size(0)
         to_end = size[axis] == Size(-1) or size[axis].same_as(dim)
-        blocks = None
+        blocks = part = None
         if not (from_start and to_end):
             end = _end(begin[axis], size[axis], dim)
             blocks = _size_of_blocks(begin[axis], end, dim, dim.rows)
+            if axis == 0 and blocks is None and end != Size(-1) and dim.rows and _is_of_rows(dim):
+                part = _size_of_slice(dim.rows, begin[0], end, op.outputs[0], sizes)
         if blocks is not None:
             in_blocks[axis] = True
         labels.append(axis if (from_start and to_end) or blocks is not None else None)
         begin_labels.append(axis if blocks is not None and not from_start else None)
-        output_dims.append(blocks)
+        output_dims.append(blocks or part)
     return Signature(
         [tuple(labels), SizesOf(tuple(begin_labels)), SizesOf(tuple(labels))],
         [tuple(labels)],
@@ -473,9 +481,8 @@ def _split(op: tf.Operation, sizes: Sizes) -> Signature:
     if part_size is None or (parts > 1 and axis == 0 and _is_of_rows(dims[0])):
         labels[axis] = None
     if parts > 1 and axis == 0 and _is_of_rows(dims[0]):
-        static = None if part_size is None else part_size.static
         part_sizes = [
-            _size_of_part((dims[0].rows, parts, number), output, static, sizes)
+            _size_of_part((dims[0].rows, parts, number), output, sizes)
             for number, output in enumerate(op.outputs)
         ]
     return Signature(
