@@ -42,9 +42,7 @@ from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, V1Loop, passed_on
 
-_READS = ('TensorListGetItem', 'TensorArrayReadV3')
-_WRITES = ('TensorListSetItem', 'TensorArrayWriteV3')
-_ADDS = ('Add', 'AddV2')
+_ACCESSES = (*op_types.LIST_READS, *op_types.LIST_WRITES)
 
 
 class Part(NamedTuple):
@@ -122,7 +120,7 @@ class RowLoop:
         """Yields the indices of variables that begin with 0, and become 1 larger in each step."""
         for index, (argument, result) in enumerate(zip(self._arguments, self._results)):
             op = passed_on(result).op
-            if op.type not in _ADDS or self._sizes.entries(argument) != [Size(0)]:
+            if op.type not in op_types.SUMS_OF_TWO or self._sizes.entries(argument) != [Size(0)]:
                 continue
             left, right = op.inputs
             for counter, one in [(left, right), (right, left)]:
@@ -134,9 +132,9 @@ class RowLoop:
         left = [goes_on]
         while left:
             op = passed_on(left.pop()).op
-            if op.type == 'LogicalAnd':
+            if op.type == op_types.LOGICAL_AND:
                 left += op.inputs
-            elif op.type == 'Less':
+            elif op.type == op_types.LESS:
                 self._check_comparison(op)
             else:
                 raise NotSharded('the loop is given a list of rows, but may not take all of them')
@@ -163,7 +161,7 @@ class RowLoop:
             elif isinstance(placement, NotGatherable) and placement != FLOW:
                 raise NotSharded('the loop is also given other lists')
         for op in self._body.ops:
-            if op.type in _WRITES:
+            if op.type in op_types.LIST_WRITES:
                 list_index, flow = map(self._body.index_of, (op.inputs[0], op.inputs[-1]))
                 if list_index is not None and self._is_new(list_index, flow):
                     self.lists[list_index] = self.rows
@@ -209,9 +207,7 @@ class RowLoop:
 
     def _can_be_repeated(self, op: tf.Operation) -> bool:
         if op.type.startswith(op_types.HANDLE_PREFIXES):
-            return (
-                op.type in (*_READS, *_WRITES) and self._body.index_of(op.inputs[0]) in self.lists
-            )
+            return op.type in _ACCESSES and self._body.index_of(op.inputs[0]) in self.lists
         return can_be_repeated(op)
 
     def _uses(self) -> Iterator[_Use]:
@@ -226,7 +222,7 @@ class RowLoop:
 
     def _is_legal(self, use: _Use) -> bool:
         """Whether an op of the body may use a variable or a constant as it does."""
-        is_access = use.op.type in (*_READS, *_WRITES)
+        is_access = use.op.type in _ACCESSES
         of_rows = is_access and self._body.index_of(use.op.inputs[0]) in self.lists
         by_number = is_access and self._body.index_of(use.op.inputs[1]) in self._counters
         if use.variable in self._counters:
@@ -248,7 +244,10 @@ class RowLoop:
             op = passed_on(result).op
             position = 0 if index in self.lists else -1
             is_list = index in self.lists or index in self.flows
-            is_written = op.type in _WRITES and self._body.index_of(op.inputs[position]) == index
+            is_written = (
+                op.type in op_types.LIST_WRITES
+                and self._body.index_of(op.inputs[position]) == index
+            )
             if not is_list or not is_written:
                 raise NotSharded(f'in it, {op.name} is for the step of the next row')
 
