@@ -54,6 +54,8 @@ STACK_PUSH = 'StackPushV2'
 HANDLES = (*NEW_HANDLES, 'TensorArrayGradV3', 'StackPopV2')
 """Where handles come from."""
 
+KEEPS = (STACK_PUSH, 'TensorListPushBack')
+"""Ops by which the steps of loops keep what gradients need."""
 LIST_READS = ('TensorListGetItem', 'TensorArrayReadV3')
 """Ops that give the element of a list that has a number."""
 LIST_WRITES = ('TensorListSetItem', 'TensorArrayWriteV3')

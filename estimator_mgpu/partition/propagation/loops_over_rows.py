@@ -192,6 +192,8 @@ class RowLoop:
         """Checks that a step's number says no more than which elements it reads and writes."""
         for op in (*self._condition.ops, *self._body.ops):
             members = op.all_ops if isinstance(op, V1Loop) else [op]
+            if any(member.type in op_types.KEEPS for member in members):
+                raise NotSharded('gradients go through a loop over rows')
             if not all(self._can_be_repeated(member) for member in members):
                 raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
         for use in self._uses():
