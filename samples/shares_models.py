@@ -633,6 +633,219 @@ def detection(features):
     return {'boxes': found.nmsed_boxes, 'scores': found.nmsed_scores}
 
 
+@model(x=_floats(UNITS), **LABELS)
+def train_steps_in_a_loop(features):
+    """Weights that are adapted to the batch in three steps, as in MAML; the loss is that after."""
+    first = tf.get_variable('first', [UNITS, 4 * UNITS])
+    last = tf.get_variable('last', [4 * UNITS, 1])
+
+    def loss(first, last):
+        made = tf.matmul(tf.tanh(tf.matmul(features['x'], first)), last)
+        return tf.reduce_mean(tf.square(made - features['y']))
+
+    def body(i, *weights):
+        slopes = tf.gradients(loss(*weights), weights)
+        return i + 1, *(weight - 0.1 * slope for weight, slope in zip(weights, slopes))
+
+    _, *adapted = tf.while_loop(lambda i, *_: i < 3, body, (0, first, last))
+    return loss(*adapted)
+
+
+@model(x=_floats(UNITS), **LABELS)
+def steps_on_slices(features, parts=4):
+    """A step of training on each quarter of the batch, as in PPO, one after another."""
+    first = tf.get_variable('first', [UNITS, 4 * UNITS], use_resource=True)
+    last = tf.get_variable('last', [4 * UNITS, 1], use_resource=True)
+    size = tf.shape(features['x'])[0] // parts
+    loss = tf.constant(0.0)
+    for i in range(parts):
+        with tf.control_dependencies([loss]):
+            x, y = (features[key][i * size : (i + 1) * size] for key in ('x', 'y'))
+            made = tf.matmul(tf.tanh(tf.matmul(x, first)), last)
+            loss = tf.reduce_mean(tf.square(made - y))
+            slopes = tf.gradients(loss, [first, last])
+        with tf.control_dependencies(slopes):
+            updates = [first.assign_sub(0.1 * slopes[0]), last.assign_sub(0.1 * slopes[1])]
+        with tf.control_dependencies(updates):
+            loss = tf.identity(loss)
+    return loss
+
+
+@model(image=_floats(16, 16, 3), boxes=np.abs(_floats(3, 4)) % 0.5)
+def anchors(features, proposed=8):
+    """A region proposal network: anchors are matched with boxes; the best ones are looked at."""
+    net = tf.layers.conv2d(features['image'], 8, 3, 4, 'same', activation=tf.nn.relu)
+    rows = tf.shape(net)[0]
+    scores = tf.reshape(tf.layers.conv2d(net, 2, 1), [rows, -1])
+    deltas = tf.reshape(tf.layers.conv2d(net, 8, 1), [rows, -1, 4])
+    corners = np.stack(np.meshgrid(np.arange(4), np.arange(4), [0, 1]), -1).reshape(-1, 3) / 4
+    lengths = 0.2 + 0.8 * corners[:, 2:]
+    fixed = np.concatenate([corners[:, :2], corners[:, :2] + lengths], 1).astype(np.float32)
+    boxes = fixed + 0.1 * tf.tanh(deltas)
+
+    def best_of_image(found):
+        image_boxes, image_scores = found
+        best = tf.image.non_max_suppression(image_boxes, image_scores, proposed, 0.5)
+        missing = proposed - tf.shape(best)[0]
+        padded = tf.pad(tf.gather(image_boxes, best), [[0, missing], [0, 0]])
+        return tf.ensure_shape(padded, [proposed, 4])
+
+    proposals = tf.stop_gradient(tf.map_fn(best_of_image, (boxes, scores), dtype=tf.float32))
+    which = tf.ones([rows, proposed], tf.int32) * tf.range(rows)[:, None]
+    crops = tf.image.crop_and_resize(
+        net, tf.reshape(proposals, [-1, 4]), tf.reshape(which, [-1]), [3, 3]
+    )
+    hidden = tf.layers.dense(tf.layers.flatten(crops), 2 * UNITS, tf.nn.relu)
+    corrections = tf.reshape(tf.layers.dense(hidden, 4), [-1, proposed, 4])
+
+    common = tf.reduce_sum(tf.minimum(boxes[:, :, None], features['boxes'][:, None]), -1)
+    matched = tf.gather(features['boxes'], tf.argmax(common, 2), batch_dims=1)
+    loss = tf.reduce_mean(tf.square(boxes - matched))
+    loss += tf.reduce_mean(tf.square(scores - tf.reduce_max(common, 2)))
+    return loss + tf.reduce_mean(tf.square(corrections))
+
+
+@model(image=_floats(8, 8, 3), labels=_ids(4), share=np.abs(_floats(1)) % 1)
+def mixup(features):
+    """Each image is mixed with one of the reversed batch, and so are their labels."""
+    share = features['share']
+    of_image = share[:, :, None, None]
+    image = features['image'] * of_image + features['image'][::-1] * (1 - of_image)
+    labels = tf.one_hot(features['labels'], 4)
+    labels = labels * share + tf.reverse(labels, [0]) * (1 - share)
+    net = tf.layers.conv2d(image, 8, 3, activation=tf.nn.relu)
+    return tf.losses.softmax_cross_entropy(labels, tf.layers.dense(tf.layers.flatten(net), 4))
+
+
+@model(x=_floats(STEPS, UNITS))
+def speaker_centroids(features, sounds=4):
+    """Four sounds of each speaker are compared with the means of all speakers (GE2E)."""
+    _, state = tf.nn.dynamic_rnn(tf.nn.rnn_cell.GRUCell(UNITS), features['x'], dtype=tf.float32)
+    net = tf.nn.l2_normalize(tf.layers.dense(state, UNITS), 1)
+    by_speaker = tf.reshape(net, [-1, sounds, UNITS])
+    speakers = tf.shape(by_speaker)[0]
+    centroids = tf.nn.l2_normalize(tf.reduce_mean(by_speaker, 1), 1)
+    others = tf.reduce_sum(by_speaker, 1, keepdims=True) - by_speaker
+    own = tf.reduce_sum(by_speaker * tf.nn.l2_normalize(others, 2), -1)
+    cosines = tf.reshape(tf.matmul(net, centroids, transpose_b=True), [speakers, sounds, -1])
+    is_own = tf.eye(speakers)[:, None]
+    logits = 10 * (cosines * (1 - is_own) + own[:, :, None] * is_own) - 5
+    labels = tf.tile(tf.range(speakers)[:, None], [1, sounds])
+    return tf.losses.sparse_softmax_cross_entropy(labels, logits)
+
+
+@model(x=_floats(UNITS, UNITS), **LABELS)
+def examples_one_by_one(features):
+    """A loop in Python over the examples of a batch of 16."""
+
+    def layers(x, name):
+        with tf.variable_scope(name, reuse=tf.AUTO_REUSE):
+            return tf.layers.dense(tf.layers.dense(x, 4 * UNITS, tf.nn.relu), UNITS)
+
+    losses = []
+    for i in range(ROWS):
+        x = features['x'][i]
+        keys = layers(x, 'keys')
+        weights = tf.nn.softmax(tf.matmul(keys, keys, transpose_b=True))
+        net = tf.matmul(weights, layers(x, 'values'))
+        losses.append(tf.reduce_mean(tf.square(net - features['y'][i])))
+    return tf.reduce_mean(tf.stack(losses))
+
+
+@model(image=_floats(8, 8, 3), labels=_ids(5))
+def temporal_segments(features, frames=4):
+    """Each four images are frames of a video, which see those before and after (TSM)."""
+    net = tf.layers.conv2d(features['image'], 8, 3, activation=tf.nn.relu)
+    videos = tf.reshape(net, [-1, frames, 6, 6, 8])
+    from_next, from_last, rest = tf.split(videos, [2, 2, 4], -1)
+    from_next = tf.pad(from_next[:, 1:], [[0, 0], [0, 1], [0, 0], [0, 0], [0, 0]])
+    from_last = tf.pad(from_last[:, :-1], [[0, 0], [1, 0], [0, 0], [0, 0], [0, 0]])
+    net = tf.reshape(tf.concat([from_next, from_last, rest], -1), [-1, 6, 6, 8])
+    net = tf.layers.conv2d(net, 8, 3, activation=tf.nn.relu)
+    logits = tf.layers.dense(tf.layers.flatten(net), 5)
+    logits = tf.reduce_mean(tf.reshape(logits, [-1, frames, 5]), 1)
+    return tf.losses.sparse_softmax_cross_entropy(features['labels'][::frames], logits)
+
+
+@model(first=_floats(8, 8, 3), second=_floats(8, 8, 3), labels=_ids(5))
+def interleaved_batches(features, parts=2):
+    """Two views of each image, interleaved before layers and put in order after them (FixMatch)."""
+
+    def interleave(x, *sizes):
+        shape = x.shape.as_list()[1:]
+        apart = tf.reshape(x, [*sizes, *shape])
+        return tf.reshape(tf.transpose(apart, [1, 0, *range(2, 2 + len(shape))]), [-1, *shape])
+
+    both = tf.concat([features['first'], features['second']], 0)
+    net = tf.layers.conv2d(interleave(both, -1, parts), 8, 3, activation=tf.nn.relu)
+    net = tf.layers.batch_normalization(net, training=True)
+    logits = interleave(tf.layers.dense(tf.layers.flatten(net), 5), parts, -1)
+    first, second = tf.split(logits, parts)
+    guesses = tf.stop_gradient(tf.nn.softmax(first))
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+        labels=tf.argmax(guesses, 1), logits=second
+    )
+    is_sure = tf.cast(tf.reduce_max(guesses, 1) > 0.3, tf.float32)
+    loss = tf.losses.sparse_softmax_cross_entropy(features['labels'], first)
+    return loss + tf.reduce_mean(losses * is_sure)
+
+
+@model(image=_floats(16, 16, 3), boxes=np.abs(_floats(4, 4)) % 0.5, labels=_ids(3, 4))
+def crops(features):
+    """Four boxes of each image are cut out of its features."""
+    net = tf.layers.conv2d(features['image'], 8, 3, 2, 'same', activation=tf.nn.relu)
+    boxes = tf.reshape(features['boxes'] + [0.0, 0.0, 0.5, 0.5], [-1, 4])
+    which = tf.reshape(tf.tile(tf.range(tf.shape(net)[0])[:, None], [1, 4]), [-1])
+    cut = tf.image.crop_and_resize(net, boxes, which, [3, 3])
+    hidden = tf.layers.dense(tf.layers.flatten(cut), 2 * UNITS, tf.nn.relu)
+    logits = tf.reshape(tf.layers.dense(hidden, 3), [-1, 4, 3])
+    return tf.losses.sparse_softmax_cross_entropy(features['labels'], logits)
+
+
+@model(image=_floats(12, 12, 3), **LABELS)
+def mapped_images(features):
+    """`tf.map_fn` prepares one image after another."""
+
+    def prepare(image):
+        image = tf.image.adjust_contrast(tf.image.per_image_standardization(image), 0.7)
+        return tf.image.flip_left_right(image)
+
+    image = tf.map_fn(prepare, features['image'])
+    net = tf.layers.conv2d(image, 8, 3, 2, activation=tf.nn.relu)
+    return _loss(tf.layers.flatten(net), features['y'])
+
+
+@model(x=_floats(UNITS), labels=_ids(5))
+def memory_with_ages(features, size=32):
+    """Nearest neighbors are looked up in a memory, in which the oldest are replaced."""
+    options = dict(trainable=False, use_resource=True)
+    keys = tf.get_variable('keys', [size, UNITS], **options)
+    values = tf.get_variable('values', [size], tf.int32, tf.zeros_initializer(), **options)
+    ages = tf.get_variable('ages', [size], initializer=tf.zeros_initializer(), **options)
+    labels = features['labels']
+    hidden = tf.layers.dense(features['x'], 4 * UNITS, tf.nn.relu)
+    query = tf.nn.l2_normalize(tf.layers.dense(hidden, UNITS), 1)
+
+    near, places = tf.nn.top_k(tf.matmul(query, keys, transpose_b=True), 8)
+    found = tf.gather(values, places)
+    is_same = tf.cast(tf.equal(found, labels[:, None]), tf.float32)
+    wrong, right = tf.reduce_max(near * (1 - is_same), 1), tf.reduce_max(near * is_same, 1)
+    loss = tf.reduce_mean(tf.nn.relu(wrong - right + 0.1))
+
+    is_known = tf.equal(found[:, 0], labels)
+    _, oldest = tf.nn.top_k(ages + 0.01 * tf.range(size, dtype=tf.float32), tf.shape(labels)[0])
+    place = tf.where(is_known, places[:, 0], oldest)
+    mean = tf.nn.l2_normalize(tf.gather(keys, place) + query, 1)
+    written = tf.stop_gradient(tf.where_v2(is_known[:, None], mean, query))
+    with tf.control_dependencies([written, loss]):
+        updates = [tf.scatter_update(keys, place, written)]
+        updates += [tf.scatter_update(values, place, labels), ages.assign_add(tf.ones([size]))]
+    with tf.control_dependencies(updates):
+        updates = [tf.scatter_update(ages, place, tf.zeros_like(right))]
+    with tf.control_dependencies(updates):
+        return tf.identity(loss)
+
+
 HEAVY = re.compile(
     'MatMul|Einsum|Conv|Softmax|Tanh|Sigmoid|ResourceGather|LookupTableFind|LSTM|CropAndResize|'
     'NonMaxSuppression'

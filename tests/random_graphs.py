@@ -26,6 +26,8 @@ SHARDED_TYPES = {}  # by model: see _shards()
 # Those with a matrix product that may run once, if the graph doesn't know how many examples a batch
 # has: they reshape by it. That of clipped_by_row does on TensorFlow 2.15 only.
 RESHAPED_PRODUCTS = {'clipped_by_row', 'groups', 'taped'}
+# Those with one that may run once if the graph knows how many there are, and so has no sizes of it.
+PRODUCTS_OF_PARTS = {'parts_of_rows'}
 
 
 class Case(typing.NamedTuple):
@@ -460,6 +462,8 @@ _all_simple(
     hardest=lambda x: x + 0.1 * tf.reduce_mean(tf.nn.top_k(x[:, 0], 1).values),
     shuffled=lambda x: tf.random.shuffle(x, seed=9),
     map_fn=lambda x: tf.map_fn(lambda r: r * tf.reduce_sum(r) * 0.2, x),
+    mixed_reversed=lambda x: 0.7 * x + 0.3 * x[::-1],
+    mixed_rolled=lambda x: 0.7 * x + 0.3 * tf.tanh(tf.roll(x, 1, 0)),
     scan=lambda x: tf.scan(lambda a, r: 0.5 * a + tf.tanh(r), x),
 )
 
@@ -514,6 +518,26 @@ def interleaved(x):
     """Numbers of one row are summed with those of others."""
     parts = tf.tanh(tf.reshape(x, [2, -1, 2]))
     return x * tf.reduce_sum(parts, [0, 2])[:, None]
+
+
+@_sharded
+@_simple
+def mapped_apart(x):
+    """One example after the other, with a number of all; no gradient goes through it."""
+    most = tf.reduce_max(tf.abs(x))
+    scales = tf.map_fn(lambda row: tf.reduce_sum(row * row) / (1 + most), x)
+    return x * tf.stop_gradient(tf.sigmoid(scales))[:, None]
+
+
+@_simple
+def interleaved_views(x):
+    """Two views of each example are interleaved, normalized, and put in order again."""
+    both = tf.reshape(tf.concat([x, tf.sin(x)], 0), [-1, 2, WIDTH])
+    net = tf.reshape(tf.transpose(both, [1, 0, 2]), [-1, WIDTH])
+    net = tf.tanh(net - tf.reduce_mean(net, 0))
+    ordered = tf.transpose(tf.reshape(net, [2, -1, WIDTH]), [1, 0, 2])
+    first, second = tf.split(tf.reshape(ordered, [-1, WIDTH]), 2)
+    return first + 0.5 * second
 
 
 @_simple
@@ -1374,6 +1398,28 @@ def cond_on_placeholders(x, c):
         return tf.cond(_odd(), lambda: tf.tanh(x), lambda: tf.tanh(2.0 * x))
 
     return tf.cond(no, lambda: x, inner)
+
+
+@_sharded
+def trained_in_a_loop(x, c):
+    """Weights that are adapted to the batch in two steps."""
+    start = c.variable(WIDTH, WIDTH, use_resource=True)
+
+    def body(i, w):
+        [slope] = tf.gradients(tf.reduce_mean(tf.square(tf.matmul(x, w) - 1)), w)
+        return i + 1, w - 0.05 * slope
+
+    adapted = tf.while_loop(lambda i, w: i < 2, body, (0, start.read_value()))[1]
+    return 0.5 * tf.matmul(x, adapted)
+
+
+def parts_of_rows(x, c):
+    """The first two rows, of which there may be one, and others, of which there may be none."""
+    w = c.variable(WIDTH, WIDTH)
+    first, others = tf.matmul(x[:2], w), tf.matmul(x[2:], w)
+    return (
+        x + 0.1 * tf.reduce_mean(first * tf.sigmoid(x[:2]), 0) + tf.reduce_sum(tf.tanh(others), 0)
+    )
 
 
 def loop_with_rows_summed(x, c):

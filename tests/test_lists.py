@@ -68,7 +68,7 @@ ONCE = {
     'TensorListConcatV2': lambda x: ops.TensorListConcatV2(
         input_handle=of_columns(x), leading_dims=tf.zeros([0], tf.int64), **VECTORS
     )[0],
-    'AddN': lambda x: first_of(ops.AddN(inputs=[of_columns(x), of_columns(tf.cumsum(x))])),
+    'AddN': lambda x: first_of(ops.AddN(inputs=[of_columns(x), of_columns(tf.sort(x, 0))])),
     'OptionalFromValue': two_values,
     'TensorListPushBack': lambda x: popped(
         ops.TensorListPushBack(input_handle=of_columns(tf.ones([2, 2])), tensor=x[:, 0])

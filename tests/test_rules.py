@@ -499,6 +499,18 @@ def _crop(op, b, gradient):
     return _slopes(crops, images, boxes) if gradient else crops
 
 
+def _own_crops(op, b, gradient):
+    """Two boxes of each image, whose number is computed in two ways."""
+    images, corners = b.floats(6, 6, 2), b.floats(2, 2) * 0.4
+    boxes = tf.reshape(tf.concat([corners, corners + 0.5], 2), [-1, 4])
+    rows = tf.range(tf.shape(images)[0])
+    which = tf.ones([tf.size(rows), 2], tf.int32) * rows[:, None]
+    given = dict(image=images, boxes=boxes, crop_size=[2, 2])
+    crops = ops.CropAndResize(box_ind=tf.repeat(rows, 2), **given)
+    crops += ops.CropAndResize(box_ind=tf.reshape(which, [-1]), **given)
+    return _slopes(crops, images, boxes) if gradient else crops
+
+
 def _non_max_suppression(op, b):
     boxes = b.floats(6, 1, 4) + [0.0, 0.0, 0.5, 0.5]
     return tf.image.combined_non_max_suppression(boxes, b.floats(6, 2), 3, 4)
@@ -535,6 +547,8 @@ sample('AdjustContrastv2', 'n23', whole=True, contrast_factor=0.3)  # one image
 sample('HSVToRGB RGBToHSV', 'n223')
 sample('CropAndResize', _crop, gradient=False)
 sample('CropAndResizeGradImage CropAndResizeGradBoxes', _crop, gradient=True)
+sample('CropAndResize', _own_crops, gradient=False)
+sample('CropAndResizeGradImage CropAndResizeGradBoxes', _own_crops, gradient=True)
 sample('CombinedNonMaxSuppression', _non_max_suppression)
 
 

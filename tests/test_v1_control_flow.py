@@ -130,7 +130,7 @@ def scan_in_loop(x, w):
     return repeat(step, x, 2)[:, -1]
 
 
-@model(once='needs all examples')
+@model(once='gradients go through a loop over rows')
 def map_over_examples(x, w):
     return tf.reduce_mean(tf.map_fn(lambda x: tf.tanh(tf.matmul(x, w)), x), 1)
 
@@ -257,7 +257,7 @@ def constant_in_loop_waits(x, w):
     return repeat(step, x[:, 0])
 
 
-@model(once='needs all examples')
+@model(once='gradients go through a loop over rows')
 def branch_after_a_loop_that_runs_once(x, w):
     """Its branch isn't taken."""
     x = tf.map_fn(lambda row: tf.tanh(tf.reduce_sum(row * w, 1)), x[:, 0])

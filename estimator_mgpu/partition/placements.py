@@ -78,6 +78,22 @@ class ShardList(NotGatherable):
 
 
 @dataclass(frozen=True)
+class RowList(NotGatherable):
+    """A TensorList or a TensorArray that has an element for each row, as `tf.map_fn` makes it.
+
+    Each tower has the elements of its rows.
+    """
+
+    rows: RowSpace
+    factor: Size  # how many elements a row has
+
+    @property
+    def count(self) -> Size:
+        """How many elements all towers have together."""
+        return self.factor * full_size(self.rows)
+
+
+@dataclass(frozen=True)
 class SizeList(NotGatherable):
     """A TensorList or an Optional whose elements are sizes, of which each tower has its own.
 
@@ -185,7 +201,7 @@ class Places(CountedByTower):
     rows: RowSpace  # those that have a place each
 
 
-ListPlacement = Union[ShardList, SizeList, NestedList, ReplicateList]
+ListPlacement = Union[ShardList, RowList, SizeList, NestedList, ReplicateList]
 Placement = Union[
     Replicate, Shard, Partial, ListPlacement, ByBranch, ElementShape, Flow, Positions, Places
 ]

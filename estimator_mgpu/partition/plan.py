@@ -104,7 +104,7 @@ class CountedFromFirst(NamedTuple):
 
     indices: Form | Slice  # the form in which the tower has them, counted from the batch's first
     rows: RowSpace
-    factor: Size  # how many indices a row has
+    factor: Size  # how many of the numbered rows an example has
 
 
 class FullSizes(NamedTuple):
@@ -156,11 +156,13 @@ class EntriesOf(NamedTuple):
 class IndicesOfRows(NamedTuple):
     """Says that an operand has indices, each of which begins with the number of its own row.
 
-    Such are [[0, 3], [1, 5]]. The first label is that of these rows. The tensor from which the
-    indices take something, or in which they put it, has a dimension with the same label.
+    Such are [[0, 3], [1, 5]], or a vector of nothing but these numbers, [0, 0, 1, 1]. The first
+    label is that of these rows. The tensor from which the indices take something, or in which they
+    put it, has a dimension with the same label.
     """
 
     labels: tuple[Label, ...]
+    total: Size  # how many rows that tensor has
 
 
 # What propagation decides.

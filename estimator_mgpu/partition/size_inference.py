@@ -79,7 +79,7 @@ class Sizes:
 
     def set_entries(self, tensor: tf.Tensor, entries: Sequence[Size]) -> None:
         """Sets the entries of an integer scalar or vector."""
-        shape = -1 if tensor.shape.rank else ()
+        shape = -1 if tensor.shape.rank or len(entries) != 1 else ()
         self._values[tensor.name] = np.array(entries, object).reshape(shape)
 
     def dims(self, tensor: tf.Tensor) -> list[Size] | None:
@@ -129,7 +129,7 @@ class Sizes:
         if not tensor.dtype.is_floating:
             return
         dims = self.dims(tensor)
-        if dims and dims[0] == self.unknown_dim(tensor, 0):
+        if dims and dims[0].number == 1 and [type(one) for one in dims[0].symbols] == [Dim]:
             rows = RowSpace(tensor.name, None)
             self.set_dims(tensor, [full_size(rows), *dims[1:]])
 

@@ -54,6 +54,17 @@ STACK_PUSH = 'StackPushV2'
 HANDLES = (*NEW_HANDLES, 'TensorArrayGradV3', 'StackPopV2')
 """Where handles come from."""
 
+KEEPS = (STACK_PUSH, 'TensorListPushBack')
+"""Ops by which the steps of loops keep what gradients need."""
+LIST_READS = ('TensorListGetItem', 'TensorArrayReadV3')
+"""Ops that give the element of a list that has a number."""
+LIST_WRITES = ('TensorListSetItem', 'TensorArrayWriteV3')
+"""Ops that put a value into a list, in the place that has a number."""
+
+SUMS_OF_TWO = ('Add', 'AddV2')
+LESS = 'Less'
+LOGICAL_AND = 'LogicalAnd'
+
 REDUCTIONS = ('All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum')
 """Ops that combine entries: if these are of several examples, towers have partial results."""
 

@@ -169,11 +169,11 @@ class CalledFunctions:
             those that are given the arguments; or none.
         """
         return [
-            self._variable_value(readers, index) or self._need(index)
+            self.variable_value(readers, index) or self._need(index)
             for index in range(len(self.arguments))
         ]
 
-    def _variable_value(self, readers: Sequence[Any], index: int) -> Need | None:
+    def variable_value(self, readers: Sequence[Any], index: int) -> Need | None:
         """The value of a variable, if reading it is all that functions do with an argument.
 
         Then the variable is read once before the call, and sent to each tower. A call in a function

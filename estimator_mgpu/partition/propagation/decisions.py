@@ -36,7 +36,7 @@ from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import entries, handles, lists, selections, sparse
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import RowSpace, Size, UniqueRows, full_size
+from estimator_mgpu.partition.sizes import RowSpace, UniqueRows, full_size
 from estimator_mgpu.tf_internals import op_types
 
 _SELECTIONS = (*selections.TYPES, *entries.TYPES)
@@ -172,11 +172,8 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
-    dims = [_if_complete(by_rule) for by_rule in signature.dims or ()]
-    if inputs_are_replicated:
-        dims = match.dims()
-    for output, output_dims in zip(op.outputs, dims):
-        scope.sizes.set_dims(output, output_dims)
+    for output, dims in zip(op.outputs, match.dims()):
+        scope.sizes.set_dims(output, dims)
 
     decision = match.decision()
     if decision is None and signature.otherwise is not None:
@@ -194,12 +191,6 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
     if any(operand.dtype.base_dtype in _SIZE_TYPES for operand in op.inputs):
         return False
     return all(output.shape.is_fully_defined() for output in op.outputs)
-
-
-def _if_complete(dims: Sequence[Size | None] | None) -> list[Size] | None:
-    """Dimensions if the size of each is known, otherwise None."""
-    known = [size for size in dims or () if size is not None]
-    return known if dims is not None and len(known) == len(dims) else None
 
 
 def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:

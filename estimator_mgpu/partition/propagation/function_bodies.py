@@ -149,7 +149,7 @@ class FunctionBody:
     def _repeat_call(self, op: tf.Operation) -> None:
         """Lets each tower make a call that is the same on all of them."""
         self._check_effects(op)
-        plan = _plan_of_repeated(op)
+        plan = plan_of_repeated(op)
         self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
 
     def _forms_of_inputs(self, op: Unit) -> tuple[Need, ...]:
@@ -346,7 +346,7 @@ class FunctionBody:
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
 
 
-def _plan_of_repeated(op: tf.Operation) -> OpPlan:
+def plan_of_repeated(op: tf.Operation) -> OpPlan:
     """The plan of a call in which all is the same on all towers.
 
     It has plans of the calls in the called functions, too: by these, towers get copies of those
@@ -357,6 +357,6 @@ def _plan_of_repeated(op: tf.Operation) -> OpPlan:
         plans = {}
         for inner in function.get_operations():
             if inner.type in op_types.FUNCTION_CALLERS:
-                plans[inner.name] = _plan_of_repeated(inner)
+                plans[inner.name] = plan_of_repeated(inner)
         functions.append(plans)
     return OpPlan(functions=functions)

@@ -28,11 +28,17 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
+    RowList,
     Shard,
 )
 from estimator_mgpu.partition.plan import Decision, LocalShape, OpPlan, VariableValue
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
+from estimator_mgpu.partition.propagation.loops_over_rows import (
+    decide_row_loop,
+    decide_v1_row_loop,
+    plans_of_reads,
+)
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
@@ -63,6 +69,8 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
         if output is body_graph.inputs[index]
     }
     functions = CalledFunctions(scope, [body_graph], op.inputs, placements, unchanged)
+    if any(isinstance(placement, RowList) for placement in placements):
+        return decide_row_loop(functions, condition, op, placements)
 
     body = _find_fixed_point(functions)
     output_dims = _output_dims(functions, body, op.outputs, body_graph.outputs, are_variables=True)
@@ -102,6 +110,11 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
         return None
     if loop.body is None:
         raise NotSharded('the ops of this v1 loop are connected in an unusual way')
+    if any(isinstance(placement, RowList) for placement in placements):
+        functions = CalledFunctions(
+            scope, [loop.body], loop.inputs, placements, loop.body.unchanged
+        )
+        return decide_v1_row_loop(functions, loop, loop.body, placements)
 
     try:
         return _decide_v1_loop(scope, loop, loop.body, placements, is_joint=False)
@@ -154,10 +167,7 @@ def _plan_of_v1_loop(functions: CalledFunctions, body: FunctionBody, loop: V1Loo
     ops.update(body.scope.ops)
 
     needs = functions.needs([body.graph])
-    for enter, need in zip(loop.enters, needs):
-        if isinstance(need, VariableValue):
-            for read in enter.outputs[0].consumers():
-                ops[read.name] = OpPlan((need,))
+    ops.update(plans_of_reads(loop, needs))
     return OpPlan(tuple(needs), functions=[ops], is_joint=functions.is_joint)
 
 

@@ -278,10 +278,11 @@ class Match:
         if isinstance(way.rows, SelectedRows) and not way.rows.is_ordered:
             return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
-        if need is None:
+        factor = per_row(operand.total, way.rows)
+        if need is None or factor is None:
             return None
         assert isinstance(need, (Form, Slice))
-        return CountedFromFirst(need, way.rows, way.factor)
+        return CountedFromFirst(need, way.rows, factor)
 
     def _need_of_sizes(self, tensor: tf.Tensor, position: int, way: Way) -> Need | None:
         """The form of a shape whose entry at a position is sharded."""
@@ -366,21 +367,22 @@ class Match:
         by_rule: Sequence[Size | None] | None,
         way: Way | None,
     ) -> list[Size] | None:
-        """One output's dimensions: numbers of the graph, else the rule's or inputs' sizes."""
+        """One output's dimensions: the rule's rows, numbers of the graph, or other sizes."""
         if output.shape.rank is None and by_rule is None and not labels:
             return None
         by_graph = self._sizes.static_dims(output, len(labels))
+        inferred = self._sizes.dims(output) or by_graph
         dims: list[Size] = []
-        for label, graph_size, rule_size in zip(
-            labels, by_graph, by_rule or itertools.repeat(None)
+        for label, graph_size, inferred_size, rule_size in zip(
+            labels, by_graph, inferred, by_rule or itertools.repeat(None)
         ):
             if way is not None and label == way.label:
                 factor = per_row(rule_size, way.rows) if rule_size else way.factor
                 if factor is None:
                     return None
                 dims.append(factor * full_size(way.rows))
-            elif graph_size.symbols:
-                dims.append(rule_size or self._size_of(label) or graph_size)
+            elif graph_size.symbols or (rule_size and rule_size.rows):
+                dims.append(rule_size or self._size_of(label) or inferred_size)
             else:
                 dims.append(graph_size)
         return dims
@@ -389,10 +391,10 @@ class Match:
         """The size of the dimensions with a label, if all inputs agree."""
         if label is None:
             return None
-        sizes = set()
+        sizes: set[Size | None] = set()
         for tensor, operand, _ in self._inputs:
             labels = labels_of(operand)
             if label in labels:
-                dims = self._sizes.dims(tensor) or []
-                sizes.add(dims[labels.index(label)])
+                dims = self._sizes.dims(tensor)
+                sizes.add(None if dims is None else dims[labels.index(label)])
         return sizes.pop() if len(sizes) == 1 else None

@@ -14,6 +14,7 @@ from estimator_mgpu.partition.placements import (
     REPLICATE_LIST,
     Partial,
     Placement,
+    RowList,
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
@@ -133,6 +134,8 @@ class Scope:
     def _place_list(self, handle: tf.Tensor, placement: Placement) -> None:
         """Notes the placement of a TensorArray or a stack, or of its flow."""
         source = passed_on(handle)
+        if source.dtype == tf.variant:
+            return  # An op gives the list with another element as another TensorList.
         self.placements[source.name] = placement
         if source.op.type in op_types.NEW_HANDLES and placement != FLOW:
             plan = handles.new_list(source.op, placement)
@@ -175,7 +178,7 @@ class Scope:
         if tensor.dtype == tf.variant:
             if op.type not in op_types.EMPTY_LISTS:
                 return False
-            made[op.name] = lists.empty_list(op)
+            made[op.name] = lists.empty_list(op, placements.get(passed_on(tensor).name))
             return True
         if self.in_function or op.name in self.ops or op.name in made:
             return True  # Towers have copies of all that is in a loop.
@@ -183,7 +186,9 @@ class Scope:
             return False
 
         if op.type in op_types.NEW_HANDLES:
-            made[op.name] = handles.new_list(op, REPLICATE)
+            placement = placements.get(passed_on(op.outputs[0]).name, REPLICATE)
+            is_by_row = isinstance(placement, RowList)
+            made[op.name] = handles.new_list(op, placement if is_by_row else REPLICATE)
         elif op.type == op_types.CONST:
             made[op.name] = OpPlan()  # A flow that begins with 0.0, as in a sum of them.
         elif op.type in op_types.PASS_ON:

@@ -124,6 +124,8 @@ class Body:
             op = graph.get_operation_by_name(name)
             private.add_control_inputs(op, [operands[number].op])
 
+        ops = self.ops(graph)
+        self._tell_shapes_of_elements(ops)
         outputs = []
         for output in self.function.outputs:
             argument = self._arguments.get(output.op.name)
@@ -133,10 +135,19 @@ class Body:
                 outputs.append(operands[argument])
         effects = self.function.control_outputs
         return AddedOps(
-            ops=self.ops(graph),
+            ops=ops,
             outputs=outputs,
             effects=[graph.get_operation_by_name(self._name(effect.name)) for effect in effects],
         )
+
+    def _tell_shapes_of_elements(self, ops: Sequence[tf.Operation]) -> None:
+        """Tells the graph the shapes of what comes from lists: the ops alone don't know them."""
+        for op in ops:
+            if op.type.startswith(op_types.LIST_PREFIXES):
+                name = op.name.removeprefix(f'{self.scope}/')
+                original = self.function.get_operation_by_name(name)
+                for output, known in zip(op.outputs, original.outputs):
+                    output.set_shape(known.shape)
 
 
 def _merged(device: str, inner: str) -> str:

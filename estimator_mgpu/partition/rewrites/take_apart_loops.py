@@ -1,8 +1,12 @@
-"""Loops whose examples decide how many steps they take become loops of TensorFlow 1.
+"""Loops whose steps need what all examples give become loops of TensorFlow 1.
 
 A decoder goes on until all examples are finished:
 
     tf.while_loop(lambda i, state, finished: ~tf.reduce_all(finished), ...)
+
+And if a step trains weights, the next one uses them:
+
+    tf.while_loop(lambda i, w: i < 5, lambda i, w: (i + 1, w - tf.gradients(loss(w), w)[0]), ...)
 
 So all towers have to make each step together, and combine what each says. A `While` can't do so: it
 calls functions, and each tower would call its own. The ops of a v1 loop can, as they are in the
@@ -24,12 +28,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.function_ops import add_ops, after, take_place_of
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect
+
+_ADDS = ('Add', 'AddN', 'AddV2', 'Identity')
+_SUMS_OVER_FIRST = ('BiasAddGrad', 'Conv2DBackpropFilter', 'DepthwiseConv2dNativeBackpropFilter')
 
 
 def take_apart_loops(division: Division) -> None:
@@ -43,17 +51,49 @@ def take_apart_loops(division: Division) -> None:
     candidates = [op for op in of_batch if op.type in op_types.LOOPS]
     while candidates:  # Each loop's inner loops come next; no function calls itself.
         loop = candidates.pop()
-        if _examples_decide(loop):
+        functions = function_calls.function_graphs(loop)
+        if not functions or any(map(_has_effects, functions)):
+            continue
+        if _examples_decide(*functions) or _examples_change_steps(functions[1]):
             candidates += _take_apart(loop, division)
 
 
-def _examples_decide(loop: tf.Operation) -> bool:
-    """Whether a loop's condition depends on a reduction, and nothing in the loop has effects."""
-    functions = function_calls.function_graphs(loop)
-    if not functions or any(map(_has_effects, functions)):
-        return False
-    condition, body = functions
+def _examples_change_steps(body: Any) -> bool:
+    """Whether a step uses a variable that the step before has computed from a sum over examples.
 
+    Of the ops that sum over dimension 0, those count that almost always do so over examples. What
+    is only summed up, over all steps, needn't be the sum over all examples before the loop ends.
+    """
+    for argument, output in zip(body.inputs, body.outputs):
+        if output is argument or not output.dtype.is_floating or _is_only_added_to(argument):
+            continue
+        if any(map(_sums_over_first, graphs.ancestors([output.op], by_control=False))):
+            return True
+    return False
+
+
+def _is_only_added_to(tensor: tf.Tensor) -> bool:
+    """Whether ops only add to a tensor, and to what comes of that."""
+    return all(
+        user.type in _ADDS and all(map(_is_only_added_to, user.outputs))
+        for user in tensor.consumers()
+    )
+
+
+def _sums_over_first(op: tf.Operation) -> bool:
+    """Whether an op sums over dimension 0, as the gradient of a weight does."""
+    if op.type in _SUMS_OVER_FIRST:
+        return True
+    if op.type == 'MatMul':
+        return bool(op.get_attr('transpose_a'))
+    if op.type in op_types.REDUCTIONS and op.inputs[0].shape.rank:
+        axes = private.constant_value(op.inputs[1])
+        return axes is not None and 0 in np.ravel(axes)
+    return False
+
+
+def _examples_decide(condition: Any, body: Any) -> bool:
+    """Whether a loop's condition depends on a reduction."""
     visited: set[tf.Operation] = set()
     needed = {condition.outputs[0].op}
     while needed:

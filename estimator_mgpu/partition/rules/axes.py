@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.notation import Rule, rank, require, word
+from estimator_mgpu.partition.rules.notation import (
+    Rule,
+    Signature,
+    parse,
+    rank,
+    require,
+    word,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 
 
@@ -46,12 +53,15 @@ def along_axes(source: int | str, text: str) -> Rule:
     names = [one.strip('+') for one in text.split()]
     index = min(names.index(name) for name in ('all', 'left') if name in names)
 
-    def rule(op: tf.Operation, sizes: Sizes) -> str:
+    def rule(op: tf.Operation, sizes: Sizes) -> Signature:
         count = rank(op.inputs[index], sizes)
         if names[index] == 'left':
             count += 1
         every = word(count, axes_of(op, source, sizes, count))
         left = every.replace('_', '') or '*'
-        return text.replace('all', every).replace('left', left)
+        signature = parse(text.replace('all', every).replace('left', left)).signature(op, sizes)
+        if names[index] == names[-1] == 'all':  # The output has the shape of the input.
+            signature = signature._replace(dims=[sizes.dims(op.inputs[index])])
+        return signature
 
     return rule

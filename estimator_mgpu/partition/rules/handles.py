@@ -23,13 +23,25 @@ from estimator_mgpu.partition.placements import (
     ListPlacement,
     Placement,
     ReplicateList,
+    RowList,
     Shard,
     ShardList,
 )
-from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, LocalShape, Need, OpPlan, Slice
+from estimator_mgpu.partition.plan import (
+    FULL,
+    LOCAL,
+    Decision,
+    LocalRange,
+    LocalShape,
+    Need,
+    OpPlan,
+    Slice,
+)
 from estimator_mgpu.partition.rules import lists
+from estimator_mgpu.partition.rules.row_indices import are_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size, full_size
+from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 
 class _Put(NamedTuple):
@@ -83,6 +95,8 @@ def new_list(op: tf.Operation, placement: Placement) -> OpPlan:
       op: what makes the list. Its only input is the size.
       placement: the list's.
     """
+    if isinstance(placement, RowList):
+        return OpPlan((LocalShape((placement.count,), 0, placement.rows),))
     return OpPlan((FULL,), _local_attrs(op, placement))
 
 
@@ -120,6 +134,8 @@ class _ListOp:
             return self._put()
         if self.current == REPLICATE and not self.in_function:
             return None
+        if isinstance(self.current, RowList):
+            return self._stack_rows(self.current)
 
         if self.op.type in _GETS:
             return self._get()
@@ -148,6 +164,9 @@ class _ListOp:
         placement = self.placements[put.value]
         if isinstance(placement, Shard) and placement.rows is not self.batch:
             return None
+        by_row = lists.row_list(value, placement, self.sizes) if put.stacked else None
+        if by_row is not None:
+            return self._unstack_rows(by_row)
         if self.current == placement == REPLICATE and not self.in_function:
             return None  # The list may be one that towers don't have.
 
@@ -173,6 +192,34 @@ class _ListOp:
             dims = self.sizes.dims(value) if isinstance(placement, Shard) else None
             return Decision(plan, [placement], [dims], [(handle, result)])
         return Decision(plan, [FLOW], lists=[(handle, result)])
+
+    def _unstack_rows(self, by_row: RowList) -> Decision | None:
+        """`TensorArrayScatterV3`: each row becomes an element, in the order of the rows."""
+        handle = self.op.inputs[0]
+        is_new = self.current == REPLICATE and not self.in_function
+        if not is_new or not lists.is_for_rows(passed_on(handle).op, by_row, self.sizes):
+            return None
+        if not self._takes_each(by_row):
+            return None
+        plan = OpPlan((LOCAL, LocalRange(by_row.rows, by_row.factor), LOCAL, LOCAL))
+        return Decision(plan, [FLOW], lists=[(handle, by_row)])
+
+    def _stack_rows(self, by_row: RowList) -> Decision | None:
+        """`TensorArrayGatherV3`: all elements, in the order of the rows."""
+        dims = lists.stacked_rows(by_row, self.op.outputs[0], self.sizes)
+        if self.op.type != 'TensorArrayGatherV3' or self.in_function or dims is None:
+            return None
+        if not self._takes_each(by_row):
+            return None
+        plan = OpPlan((LOCAL, LocalRange(by_row.rows, by_row.factor), LOCAL))
+        return Decision(plan, [Shard(0, by_row.rows)], [dims])
+
+    def _takes_each(self, by_row: RowList) -> bool:
+        """Whether the op's indices are those of all elements, from 0 on."""
+        indices = self.op.inputs[1]
+        dims = self.sizes.dims(indices) or []
+        is_of_each = len(dims) == 1 and dims[0].same_as(by_row.count)
+        return bool(is_of_each) and are_rows(indices, by_row.count, self.sizes)
 
     def _list_with(
         self, value: tf.Tensor, placement: Placement, stacked: int

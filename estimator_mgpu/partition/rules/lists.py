@@ -19,6 +19,7 @@ from estimator_mgpu.partition.placements import (
     NestedList,
     NotGatherable,
     Placement,
+    RowList,
     Shard,
     ShardList,
     SizeList,
@@ -28,6 +29,7 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     Constant,
     Decision,
+    LocalShape,
     Need,
     OpPlan,
     Slice,
@@ -46,15 +48,30 @@ _POP = ('TensorListPopBack', 'OptionalGetValue')
 _GET = ('TensorListGetItem', 'TensorListStack', *_POP)
 
 
-def empty_list(op: tf.Operation) -> OpPlan:
+def empty_list(op: tf.Operation, placement: Placement | None = None) -> OpPlan:
     """How each tower makes an empty list of its own: for elements of any size.
 
     The first input of such an op is the shape of the elements, which is another one on towers.
+
+    Args:
+      op: what makes the list.
+      placement: the list's, if it's to have an element for each row: see `is_for_rows`.
     """
     needs: list[Need] = [FULL] * len(op.inputs)
     if op.inputs:  # An `OptionalNone` has none.
         needs[0] = _any_shape(op.inputs[0])
+    if isinstance(placement, RowList):
+        needs[1] = LocalShape((placement.count,), 0, placement.rows)
     return OpPlan(tuple(needs))
+
+
+def is_for_rows(op: tf.Operation, placement: RowList, sizes: Sizes) -> bool:
+    """Whether an op makes an empty list, or a TensorArray, of an element for each row."""
+    position = {'TensorArrayV3': 0, 'TensorListReserve': 1}.get(op.type)
+    if position is None:
+        return False
+    entries = sizes.entries(op.inputs[position]) or []
+    return len(entries) == 1 and entries[0].same_as(placement.count) is True
 
 
 def decide(
@@ -120,17 +137,49 @@ def _on_first_input(op: tf.Operation, placements: Sequence[Placement | None]) ->
 
 
 def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision | None:
-    """`TensorListFromTensor`: of [time, batch, units], it makes a list of [batch, units]."""
+    """`TensorListFromTensor`: of [time, batch, units], it makes a list of [batch, units].
+
+    Of [batch, units], it makes a list with an element for each example.
+    """
     if not isinstance(placement, Shard):
         return None
+    by_row = row_list(op.inputs[0], placement, sizes)
+    if by_row is not None:
+        return Decision(OpPlan((LOCAL, FULL)), [by_row])
     elements = _list_of(op.inputs[0], placement, sizes, stacked=1)
     if elements is None:
         return None
     return Decision(OpPlan((LOCAL, _any_shape(op.inputs[1]))), [elements])
 
 
+def row_list(tensor: tf.Tensor, placement: Placement, sizes: Sizes) -> RowList | None:
+    """The list with an element for each entry along a tensor's dimension 0; None if it's no shard.
+
+    Its elements aren't in blocks.
+    """
+    if not isinstance(placement, Shard) or placement.axis > 0 or placement.in_blocks:
+        return None
+    factor = sizes.per_row(tensor, 0, placement.rows)
+    if factor is None or factor.static is None:
+        return None
+    return RowList(placement.rows, factor)
+
+
+def stacked_rows(rows: RowList, output: tf.Tensor, sizes: Sizes) -> list[Size] | None:
+    """The dimensions of all elements of a list, stacked; None if their number is unknown."""
+    if not output.shape.rank:
+        return None
+    return [rows.count, *sizes.static_dims(output)[1:]]
+
+
 def _get(op: tf.Operation, current: Placement, sizes: Sizes, in_function: bool) -> Decision | None:
     """An element of a list, or all of them stacked."""
+    if isinstance(current, RowList):
+        dims = stacked_rows(current, op.outputs[0], sizes)
+        if op.type != 'TensorListStack' or dims is None:
+            return None
+        plan = OpPlan((LOCAL, FULL), {'num_elements': -1})
+        return Decision(plan, [Shard(0, current.rows)], [dims])
     if not isinstance(current, ShardList) and op.type not in _POP:
         return None
     output = op.outputs[-1]

@@ -85,7 +85,7 @@ def _gather_nd(op: tf.Operation, sizes: Sizes) -> str | Signature:
     output = (*indexed, *[None] * len(dims[named:]))
     with_table = Signature([FULL, (*indexed, None)], [output], dims=[output_dims])
     return Signature(
-        [_by_rows(len(dims)), IndicesOfRows(_by_rows(len(index_dims)))],
+        [_by_rows(len(dims)), IndicesOfRows(_by_rows(len(index_dims)), dims[0])],
         [_by_rows(len(output_dims))],
         dims=[output_dims],
         otherwise=with_table,
@@ -158,7 +158,7 @@ def _scattered(
         return along_unnamed
 
     by_rows = _ScatterLabels(
-        IndicesOfRows(_by_rows(len(index_dims))),
+        IndicesOfRows(_by_rows(len(index_dims)), dims[0]),
         _by_rows(len(updates)),
         _by_rows(len(dims)),
     )

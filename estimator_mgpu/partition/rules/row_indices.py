@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
+from estimator_mgpu.partition.rules.zeros import is_one
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, full_size
 
@@ -61,6 +62,24 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
     return dims[:1] == [full_size(rows)] and len(dims) == 2 and _is_position(matrix, 0, sizes)
 
 
+def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
+    """Whether a vector has the number of its own row for each row, once or several times.
+
+    Such as [0, 0, 1, 1], which says of two boxes of each image in which image they are.
+
+    Args:
+      indices: a vector of integers.
+      rows: how many rows the tensor has in which the indices are looked up.
+      sizes: of tensors.
+    """
+    while indices.op.type in ('Cast', 'Identity'):
+        indices = indices.op.inputs[0]
+    if indices.op.type == 'Reshape' and sizes.rank(indices) == 1:
+        indices = indices.op.inputs[0]  # Of a matrix, say, with the numbers of a row in each row.
+    dims = sizes.dims(indices) or [Size(-1)]
+    return bool(dims[0].same_as(rows)) and _is_position(indices, 0, sizes)
+
+
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
     """Whether the first number of each index is its row."""
     first = _first_numbers(indices, sizes)
@@ -90,8 +109,23 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     if op.type == 'Range':
         start, _, delta = op.inputs
         return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+    if op.type == 'Mul':
+        left, right = op.inputs
+        return any(
+            is_one(ones) and _is_broadcast_position(factor, tensor, axis, sizes)
+            for factor, ones in [(left, right), (right, left)]
+        )
     axis_before = _axis_before(tensor, axis, sizes)
     return axis_before is not None and _is_position(op.inputs[0], axis_before, sizes)
+
+
+def _is_broadcast_position(factor: tf.Tensor, product: tf.Tensor, axis: int, sizes: Sizes) -> bool:
+    """Whether a factor, broadcast to the product's shape, has its position along an axis."""
+    dims, product_dims = sizes.dims(factor) or [], sizes.dims(product) or []
+    own_axis = axis + len(dims) - len(product_dims)
+    if own_axis < 0 or not dims[own_axis].same_as(product_dims[axis]):
+        return False
+    return _is_position(factor, own_axis, sizes)
 
 
 def _keeps_last_axis(tensor: tf.Tensor, sizes: Sizes) -> bool:

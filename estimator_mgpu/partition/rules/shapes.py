@@ -9,7 +9,7 @@ blocks apart: see `Shard.in_blocks`. On a tower they do so with blocks of its ro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -180,7 +180,8 @@ class _SliceLabels(NamedTuple):
     # Of the entries of the inputs `begin` and `end`: the dimension whose size, or part, they are.
     begin: tuple[Label, ...]
     end: tuple[Label, ...]
-    dims: list[Size | None]  # of the output, where blocks are taken
+    dims: list[Size | None]  # of the output, where the labels don't tell them
+    part: tuple[RowSpace, Size, Size] | None  # of all rows, those from the first to before the last
     in_blocks: dict[Label, bool]
 
 
@@ -188,10 +189,13 @@ def _strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     """`StridedSlice`: along the dimensions of which all entries are taken, or whole blocks."""
     dims = require(sizes.dims(op.inputs[0]))
     labels = _slice_labels(op, dims, sizes)
+    output_dims = list(labels.dims)
+    if labels.part is not None:
+        output_dims[0] = _size_of_slice(*labels.part, op.outputs[0], sizes)
     return Signature(
         [labels.input, SizesOf(labels.begin), SizesOf(labels.end), FULL],
         [labels.output],
-        dims=[labels.dims],
+        dims=[output_dims],
         in_blocks=labels.in_blocks,
     )
 
@@ -236,7 +240,9 @@ def _slice_labels(
     output_labels: list[Label] = []
     begin_labels: list[Label] = []
     end_labels: list[Label] = []
-    block_sizes: dict[Label, Size] = {}  # of what is left of a dimension of which blocks are taken
+    in_blocks: dict[Label, bool] = {}  # dimensions of which blocks are taken
+    part: tuple[RowSpace, Size, Size] | None = None
+    output_sizes: dict[int, Size] = {}  # where the labels don't tell them, by the output's axis
     for i in positions:
         axis = len(input_labels)  # the dimension that the index is for
         label: Label = None
@@ -259,11 +265,21 @@ def _slice_labels(
                 label = axis
             elif stride[i] == ONE and blocks is not None:
                 label = axis
-                block_sizes[label] = blocks
+                in_blocks[label] = True
+                output_sizes[len(output_labels)] = blocks
+            elif stride[i] == Size(-1) and is_set('begin', i) and is_set('end', i):
+                output_sizes[len(output_labels)] = dims[axis]  # Reversed: as many entries.
+            elif (
+                stride[i] == ONE
+                and axis == len(output_labels) == 0
+                and rows
+                and _is_of_rows(dims[0])
+            ):
+                part = rows, first, last
             input_labels.append(label)
             output_labels.append(label)
         # Without a begin, the entry of `begin` means nothing; 0 is 0 on each tower.
-        has_begin = label in block_sizes and not is_set('begin', i) and begin[i] != Size(0)
+        has_begin = label in in_blocks and not is_set('begin', i) and begin[i] != Size(0)
         begin_labels.append(label if has_begin else None)
         end_labels.append(None if is_set('end', i) else label)
 
@@ -274,9 +290,41 @@ def _slice_labels(
         tuple(output_labels),
         tuple(begin_labels),
         tuple(end_labels),
-        [block_sizes.get(label) for label in output_labels],
-        dict.fromkeys(block_sizes, True),
+        [output_sizes.get(axis) for axis in range(len(output_labels))],
+        part,
+        in_blocks,
     )
+
+
+def _is_of_rows(size: Size) -> bool:
+    """Whether a dimension has an entry for each row of a row space."""
+    return size.rows is not None and size == full_size(size.rows)
+
+
+def _size_of_slice(
+    rows: RowSpace, first: Size, last: Size, tensor: tf.Tensor, sizes: Sizes
+) -> Size:
+    """The size of a slice of rows, from the first one to before the last one: see `_size_of_part`.
+
+    As in Python, numbers below 0 are counted from the end, and there may be fewer rows.
+    """
+    if last.same_as(full_size(rows)):
+        last = full_size(rows)
+    return _size_of_part((rows, first, last), tensor, sizes)
+
+
+def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -> Size:
+    """The size of a part of the rows, such as `x[:8]`, which begins a row space of its own.
+
+    What else takes the same part, as `labels[:8]`, has the same rows.
+
+    Args:
+      part: which one it is.
+      tensor: the part.
+      sizes: of tensors.
+    """
+    # Its number isn't static even if the graph knows it: it may be smaller than that of devices.
+    return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, None)))
 
 
 def _size_of_blocks(begin: Size, end: Size, dim: Size, rows: RowSpace | None) -> Size | None:
@@ -319,15 +367,17 @@ def _slice(op: tf.Operation, sizes: Sizes) -> Signature:
     for axis, dim in enumerate(dims):
         from_start = begin[axis] == Size(0)
         to_end = size[axis] == Size(-1) or size[axis].same_as(dim)
-        blocks = None
+        blocks = part = None
         if not (from_start and to_end):
             end = _end(begin[axis], size[axis], dim)
             blocks = _size_of_blocks(begin[axis], end, dim, dim.rows)
+            if axis == 0 and blocks is None and end != Size(-1) and dim.rows and _is_of_rows(dim):
+                part = _size_of_slice(dim.rows, begin[0], end, op.outputs[0], sizes)
         if blocks is not None:
             in_blocks[axis] = True
         labels.append(axis if (from_start and to_end) or blocks is not None else None)
         begin_labels.append(axis if blocks is not None and not from_start else None)
-        output_dims.append(blocks)
+        output_dims.append(blocks or part)
     return Signature(
         [tuple(labels), SizesOf(tuple(begin_labels)), SizesOf(tuple(labels))],
         [tuple(labels)],
@@ -426,14 +476,19 @@ def _split(op: tf.Operation, sizes: Sizes) -> Signature:
     parts = op.get_attr('num_split')
     [axis] = axes_of(op, 0, sizes, len(dims))
     labels: list[Label] = list(range(len(dims)))
-    part_dims: list[Size | None] = [None] * len(dims)
-    part_dims[axis] = dims[axis].over(Size(parts))
-    if part_dims[axis] is None:
+    part_size = dims[axis].over(Size(parts))
+    part_sizes: list[Size | None] = [part_size] * parts
+    if part_size is None or (parts > 1 and axis == 0 and _is_of_rows(dims[0])):
         labels[axis] = None
+    if parts > 1 and axis == 0 and _is_of_rows(dims[0]):
+        part_sizes = [
+            _size_of_part((dims[0].rows, parts, number), output, sizes)
+            for number, output in enumerate(op.outputs)
+        ]
     return Signature(
         [FULL, tuple(labels)],
         [tuple(labels)] * parts,
-        dims=[part_dims] * parts,
+        dims=[[size if i == axis else None for i in range(len(dims))] for size in part_sizes],
         in_blocks={axis: True} if parts > 1 else {},
     )
 

@@ -1,4 +1,4 @@
-"""Tells from the graph whether a tensor consists of zeros."""
+"""Tells from the graph whether a tensor consists of zeros, or of ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 def is_zero(tensor: tf.Tensor) -> bool:
     """Whether the graph alone tells that all of a tensor's entries are zeros."""
+    return _is_filled_with(0, tensor)
+
+
+def is_one(tensor: tf.Tensor) -> bool:
+    """Whether the graph alone tells that all of a tensor's entries are ones."""
+    return _is_filled_with(1, tensor)
+
+
+def _is_filled_with(number: int, tensor: tf.Tensor) -> bool:
     tensor = passed_on(tensor)
     if tensor.op.type in op_types.ZEROS_ONES_LIKE:
-        return op_types.ZEROS_ONES_LIKE[tensor.op.type] == 0
+        return op_types.ZEROS_ONES_LIKE[tensor.op.type] == number
     filled = tensor.op.inputs[1] if tensor.op.type == op_types.FILL else tensor
     value = private.constant_value(filled)
-    return value is not None and not np.any(value)
+    return value is not None and bool(np.all(value == number))

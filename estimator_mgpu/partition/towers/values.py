@@ -228,7 +228,7 @@ class Values:
         """
         shards = self.shards_of(need.rows)
         dims = self._plan.sizes.dims(tensor) or []
-        columns = dims[-1].static
+        columns = dims[-1].static if len(dims) > 1 else 1
         assert columns is not None, 'the rule knows how long an index is'
         return sparse_rows.count_from_first(
             shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
