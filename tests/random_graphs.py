@@ -397,9 +397,9 @@ def rows_in_halves(x):
     return tf.reshape(halves**3, [-1, WIDTH])
 
 
-@_sharded
 @_simple
 def eye(x):
+    """Its rows aren't known to be examples: of the gradient, only products are sharded."""
     identity = tf.eye(tf.shape(x)[0], dtype=tf.float64)
     return tf.matmul(identity * 2.0, x)
 
