@@ -77,6 +77,18 @@ def with_a_branch(x):
 
 
 @sharded
+def with_a_comparison(x):
+    """An op of the body may have the name of the comparison that ends the loop."""
+    return tf.map_fn(lambda row: tf.where(row < 0.1, row, 2 * row), x)
+
+
+@sharded
+def with_something_else(x):
+    numbers = tf.constant([1.0, 2.0, 3.0])
+    return x * tf.map_fn(lambda row: numbers, x)
+
+
+@sharded
 def several_rows_of_each(x):
     halves = tf.reshape(tf.concat([x, x + 1], 1), [-1, 3])
     return tf.map_fn(tf.nn.softmax, halves)

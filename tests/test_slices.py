@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.devices import machine_of
+from estimator_mgpu.devices import CHIEF, machine_of
 from estimator_mgpu.partition.towers import build_towers, sharing, slices
 from estimator_mgpu.partition.towers.exchange import Handed, Vector, add_up
 from estimator_mgpu.partition.towers.slices import Sent, Slices
@@ -101,6 +101,33 @@ def test_every_value_has_slices(monkeypatch):
     found = Slices({'w': Sent(9 * MB, GPUS[0], True)}, GPUS)
     assert sum(one.entries for one in found.of_sum(9 * MB, GPUS[0], 90)) == 90
     assert sum(one.entries for one in found.of_value('w', 90)) == 90
+
+
+def test_a_user_who_puts_an_op_on_the_host():
+    """The host of GPUs hands on no slices: it's sent the value as a whole."""
+
+    def model_fn(features):
+        w = tf.get_variable('w', [64, 4000])
+        with tf.device('/device:CPU:0'):
+            return tf.estimator.EstimatorSpec('infer', predictions=tf.matmul(features, w))
+
+    devices = [f'{CHIEF}{device}' for device in GPUS]
+    with tf.Graph().as_default() as graph:
+        estimator_mgpu.replicate(model_fn, devices=devices)(tf.placeholder(tf.float32, [16, 64]))
+        copies = [op for op in graph.get_operations() if op.type == 'MatMul' and 'tower' in op.name]
+        operands = {op.inputs[1].op for op in copies}
+    assert len(copies) == 4 and not any(op.type == 'Reshape' for op in operands)
+
+
+def test_one_of_two_alike():
+    """If one variable of two that are alike isn't sliced, one of the gradients isn't."""
+    sent = {name: Sent(2 * MB, GPUS[0], True) for name in ('v', 'w')}
+    sent |= {f'w{i}': Sent(MB, GPUS[i], True) for i in (1, 2, 3)}
+    found = Slices(sent, GPUS)
+    values = [bool(found.of_value(name, 2 * MB)) for name in ('v', 'w')]
+    assert sorted(values) == [False, True]
+    sums = [bool(found.of_sum(2 * MB, GPUS[0], 2 * MB)) for _ in sent]
+    assert sums[:4] == 2 * values
 
 
 @pytest.mark.parametrize('use_resource', [True, False], ids=['resource', 'reference'])

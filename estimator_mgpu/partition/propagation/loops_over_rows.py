@@ -102,11 +102,11 @@ class RowLoop:
         self._body = body
         self._results = results
         self._sizes = scope.sizes
-        self.rows = next(one for one in placements if isinstance(one, RowList))
+        self.row_list = next(one for one in placements if isinstance(one, RowList))
         self.lists: dict[int, RowList] = {}  # by index
         self.flows: set[int] = set()  # indices of what orders the ops on TensorArrays
         self.limits: set[int] = set()  # indices of what is the number of steps
-        self.constant_limits: set[str] = set()  # comparisons with a constant
+        self.constant_limits: set[tf.Operation] = set()  # comparisons with a constant
         self._counters = set(self._find_counters())  # indices of variables that count the steps
         self._comparisons: set[tf.Operation] = set()  # of these
         self._check_condition(goes_on)
@@ -148,9 +148,9 @@ class RowLoop:
             self.limits.add(limit)
             count = self._sizes.entries(self._arguments[limit])
         else:
-            self.constant_limits.add(less.name)
+            self.constant_limits.add(less)
             count = Sizes().entries(less.inputs[1])  # A function may have the graph's names.
-        if not count or not count[0].same_as(self.rows.count):
+        if not count or not count[0].same_as(self.row_list.count):
             raise NotSharded('the loop may not end with the last row')
 
     def _find_lists(self) -> None:
@@ -162,10 +162,12 @@ class RowLoop:
                 raise NotSharded('the loop is also given other lists')
         for op in self._body.ops:
             if op.type in op_types.LIST_WRITES:
-                list_index, flow = map(self._body.index_of, (op.inputs[0], op.inputs[-1]))
+                list_index = self._body.index_of(op.inputs[0])
+                has_flow = op.type.startswith(op_types.HANDLE_PREFIXES)
+                flow = self._body.index_of(op.inputs[-1]) if has_flow else None
                 if list_index is not None and self._is_new(list_index, flow):
-                    self.lists[list_index] = self.rows
-        if any(rows != self.rows for rows in self.lists.values()):
+                    self.lists[list_index] = self.row_list
+        if any(rows != self.row_list for rows in self.lists.values()):
             raise NotSharded('the loop is given lists of different rows')
 
         for op in self._body.ops:
@@ -184,7 +186,7 @@ class RowLoop:
         maker = passed_on(self._arguments[index]).op
         if flow is not None and passed_on(self._arguments[flow]).op is not maker:
             return False
-        return lists.is_for_rows(maker, self.rows, self._sizes)
+        return lists.is_for_rows(maker, self.row_list, self._sizes)
 
     # What a step does with it.
 
@@ -194,8 +196,8 @@ class RowLoop:
             members = op.all_ops if isinstance(op, V1Loop) else [op]
             if any(member.type in op_types.KEEPS for member in members):
                 raise NotSharded('gradients go through a loop over rows')
-            if not all(self._can_be_repeated(member) for member in members):
-                raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
+            for member in members:
+                self._check_can_be_repeated(member)
         for use in self._uses():
             if not self._is_legal(use):
                 raise NotSharded(f'in it, {use.op.name} uses more than the row of a step')
@@ -207,10 +209,12 @@ class RowLoop:
             if op.type not in op_types.PASS_ON and next_names & names:
                 raise NotSharded(f'in it, {op.name} uses more than the row of a step')
 
-    def _can_be_repeated(self, op: tf.Operation) -> bool:
+    def _check_can_be_repeated(self, op: tf.Operation) -> None:
         if op.type.startswith(op_types.HANDLE_PREFIXES):
-            return op.type in _ACCESSES and self._body.index_of(op.inputs[0]) in self.lists
-        return can_be_repeated(op)
+            if op.type not in _ACCESSES or self._body.index_of(op.inputs[0]) not in self.lists:
+                raise NotSharded('in it, there is another list')
+        elif not can_be_repeated(op):
+            raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
 
     def _uses(self) -> Iterator[_Use]:
         """Yields where the body uses variables and constants, other than to pass them on."""
@@ -265,7 +269,7 @@ class RowLoop:
 
     def local_limit(self) -> LocalShape:
         """The number of steps that a tower makes."""
-        return LocalShape((self.rows.count,), 0, self.rows.rows)
+        return LocalShape((self.row_list.count,), 0, self.row_list.rows)
 
     def new_lists(self) -> list[tuple[tf.Tensor, Placement]]:
         """The lists that steps write to, or read, with their placements."""
@@ -277,7 +281,7 @@ class RowLoop:
         for op in ops:
             plan = plan_of_repeated(op) if op.type in op_types.FUNCTION_CALLERS else OpPlan()
             plans[op.name] = plan._replace(needs=(LOCAL,) * len(op.inputs))
-            if op.name in self.constant_limits:
+            if op in self.constant_limits:
                 plans[op.name] = OpPlan((LOCAL, self.local_limit()))
         return plans
 

@@ -74,10 +74,15 @@ def _examples_change_steps(body: Any) -> bool:
 
 def _is_only_added_to(tensor: tf.Tensor) -> bool:
     """Whether ops only add to a tensor, and to what comes of that."""
-    return all(
-        user.type in _ADDS and all(map(_is_only_added_to, user.outputs))
-        for user in tensor.consumers()
-    )
+    seen: set[tf.Operation] = set()
+    tensors = [tensor]
+    while tensors:
+        users = set(tensors.pop().consumers()) - seen
+        if not all(user.type in _ADDS for user in users):
+            return False
+        seen |= users
+        tensors += [output for user in users for output in user.outputs]
+    return True
 
 
 def _sums_over_first(op: tf.Operation) -> bool:

@@ -76,7 +76,7 @@ class Sender:
         dtype = tensor.dtype.base_dtype
         source = self._values.origins.device_of_full(tensor)
         parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
-        if not parts or device == source:
+        if not parts or device == source or not self._slices.is_in_grid(device):
             return self.send(full, dtype, source, device)
 
         with self._nodes.serving(tensor.op):

@@ -133,8 +133,9 @@ class Slices:
             if self._has_few_messages([*sums.values(), *self._reads.values()]):
                 break
         self._sums = defaultdict[tuple[int, str], list[Shares]](list)
-        for name, shares in sums.items():
-            self._sums[sent[name].size, sent[name].owner].append(shares)
+        for name, value in sent.items():
+            if value.is_sliceable:
+                self._sums[value.size, value.owner].append(sums.get(name, {}))
 
     def _machines(self) -> list[list[str]]:
         """The devices of each machine, one of those that share their memory."""
@@ -176,6 +177,10 @@ class Slices:
         shares = alike.pop(0)
         alike.append(shares)  # If there are more sums than values, these take turns.
         return self._in_entries(shares, entries)
+
+    def is_in_grid(self, device: str) -> bool:
+        """Whether a device has a position: the host of GPUs, say, has none."""
+        return memory_of(device) in self._memories
 
     def position(self, device: str) -> Position:
         """The position of a device in the grid, or of the one there that shares its memory."""
