@@ -15,7 +15,7 @@ What a training needs:
 
 - `sessions`: each session waits for all tasks.
 - `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
-- `saving`: which tasks save parts of checkpoints.
+- `saving`: which tasks save parts of checkpoints, and whether one is being saved.
 
 How tasks know of each other:
 

@@ -333,7 +333,10 @@ class _AfterSteps(tf.train.SessionRunHook):
 
 
 class _BeforeCheckpoints(tf.train.CheckpointSaverListener):
-    """Keeps a chief that has been replaced from saving. It's the last listener."""
+    """Keeps a chief that has been replaced from saving.
+
+    It's the last listener, so that it looks right before a save.
+    """
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch

@@ -89,8 +89,8 @@ class Sigterm:
     def end_process_soon(self) -> None:
         """Ends the process, unless the main thread is about to do so within `GRACE` seconds.
 
-        Time in which a training saves a checkpoint doesn't count, up to an hour, unless a task that
-        saves a part doesn't answer.
+        Time in which a training saves a checkpoint doesn't count, up to an hour, unless a task
+        doesn't answer.
         """
         waited = 0
         patience = GRACE

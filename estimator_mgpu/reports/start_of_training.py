@@ -1,7 +1,7 @@
 """The line in the log as training starts: how the batch is sharded, and what costs time.
 
-In: what is known of the default graph's steps (`steps`). Each function but the first one says one
-thing, in a sentence, or nothing if there is nothing to tell.
+In: what is known of the default graph's steps (`steps`). Each function but the first one returns
+what to say of one thing; many return '' if that is little.
 """
 
 from __future__ import annotations

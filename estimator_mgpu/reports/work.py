@@ -1,4 +1,4 @@
-"""How much work ops are, those within functions and loops included, and which of them run once.
+"""How much work ops do, those within functions and loops included, and which of them run once.
 
 A `While` with a network in its body may give one number. Its work is that of the body: the bytes
 that the ops there give, and how many of them are matrix products or convolutions. How many steps a
@@ -31,7 +31,7 @@ class Once(NamedTuple):
 
 
 class Work(NamedTuple):
-    """How much work ops are."""
+    """How much work ops do."""
 
     bytes: int = 0  # of their output
     products: int = 0  # how many of them are matrix products or convolutions

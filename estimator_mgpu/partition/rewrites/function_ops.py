@@ -52,8 +52,8 @@ class Body:
 
     Args:
       function: its graph.
-      operands: of the types and shapes of what is to take the place of its arguments: the ops are
-        added with these.
+      operands: what its ops are added with, of the types and shapes of its arguments; later,
+        `with_operands` gives them others.
       scope: what the names of the ops begin with.
       device: that of ops that say nothing else; '' for the present one.
 

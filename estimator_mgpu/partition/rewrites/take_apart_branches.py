@@ -302,7 +302,8 @@ class _Rewrite:
     def _result(
         self, output: tf.Tensor, values: Sequence[tf.Tensor], op: tf.Operation
     ) -> tf.Tensor | None:
-        """What is used in the place of an output; None if nobody needs more than one branch has.
+        """What is used in the place of an output; None if only gradients use
+        it: those of a branch take the value of that branch.
 
         Args:
           output: of the op that calls the branches.

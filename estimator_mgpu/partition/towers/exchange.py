@@ -90,9 +90,10 @@ class Handed:
         self._parts = parts
         self._dtype = dtype
 
-        # What a device has of the value before others hand on theirs: by its position, the slices
-        # with so many of its coordinates. The owner sends a column to each device of its machine,
-        # which sends a slice to its like on each other machine.
+        # What the owner has sent, by the position of a device, and by how many of its coordinates
+        # the slices share: all for one slice, all but one for those of a column. The owner sends a
+        # column to each device of its machine, which sends a slice to its like on each other
+        # machine.
         self._sent: dict[tuple[Position, int], str] = {}
         self._owner = value.position
         level = slices.grid.levels - 1

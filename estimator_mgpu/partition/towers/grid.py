@@ -62,7 +62,7 @@ class Grid:
     def messages(self, positions: Collection[Position]) -> int:
         """How many messages it takes to add up slices, or to send them to all, at some positions.
 
-        These are for slices of all devices; one more goes from their owner, or to it, for each.
+        Those aren't counted that go between a slice's device and the owner: one for each slice.
         """
         count = 0
         devices = math.prod(self._sizes)
@@ -74,7 +74,7 @@ class Grid:
 
 
 def most_levels(machines: Sequence[Sequence[str]]) -> int:
-    """How many levels a grid of machines can have, so that no more of them help."""
+    """How many levels a grid can have: one for each prime factor of a machine's devices."""
     return max(1, len(_primes(max(map(len, machines)))))
 
 

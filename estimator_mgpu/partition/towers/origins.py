@@ -41,8 +41,8 @@ class Origins:
         # Features that one machine has read as a whole.
         whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
         whole_sources.update(plan.entries)
-        # The ops that ask for the sizes of something that only towers have. If one asks for those
-        # of several tensors, of a source and a variable say, these may be on different devices.
+        # The ops that ask for the sizes of something that only towers have: of all that they ask
+        # for, or of a part of it, as the rest may be on another device.
         queries_of_local = [
             op
             for op in ops

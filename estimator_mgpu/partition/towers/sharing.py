@@ -36,8 +36,8 @@ def share(
       base: by place, in the order of the grid, what it has to do anyhow, in bytes.
       columns: how many there are, how many of them a column has if it's a grid, and so on.
       is_sum: whether gradients are added up, or values handed on.
-      handed: to how many places in rows of larger grids a place hands on what it has of a value
-        with an owner in this one. The owner has sent it, so others hand it on.
+      handed: in larger grids that this one is a column of, how many other columns there are: a
+        place hands on what it has to a place in each. The owner of a value has sent it there.
 
     Returns:
       The shares of each value.
@@ -86,16 +86,16 @@ class _Column:
     def load(self, place: str, parts: Iterable[Value]) -> float:
         """What a place has to do, with what it exchanges in its row of what the column has.
 
-        Of a value, an owner hands on nothing, and needs nothing.
+        The owner of a value hands nothing on, and is handed nothing, as it has the value.
         """
         load = self._base[place]
         for part in parts:
             copies = self._others
             if not self._is_sum and part.owner in self._base:
-                is_in_row = self._row[part.owner] == self._row[place]
-                copies -= (
-                    copies if part.owner == place else is_in_row and part.owner not in self.places
-                )
+                if part.owner == place:
+                    continue
+                if self._row[part.owner] == self._row[place] and part.owner not in self.places:
+                    copies -= 1
             load += copies * part.size
         return load
 
