@@ -382,6 +382,28 @@ def test_a_loop_waits_for_an_update_by_what_enters_it(behavior):
         compare(model_fn, BATCHES, towers)
 
 
+def test_a_write_between_a_loop_and_its_gradient(behavior):
+    """Spectral normalization writes its vector, and the train_op alone runs that, too."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', initializer=floats(6, 6, seed=1))
+        u = tf.get_variable('u', initializer=floats(6, 1, seed=2), trainable=False)
+        hidden = tf.matmul(features, w)
+
+        def iterate(i, u):
+            v = tf.nn.l2_normalize(tf.matmul(hidden, u))
+            return i + 1, tf.nn.l2_normalize(tf.matmul(hidden, v, transpose_a=True))
+
+        new = tf.while_loop(lambda i, _: i < 2, iterate, (0, u + 0.0))[1]
+        with tf.control_dependencies([u.assign(new)]):
+            product = tf.matmul(hidden, new)
+        train_op = sgd(tf.reduce_mean(tf.square(product)), 0.1)
+        return spec_of(mode, tf.reduce_mean(features), train_op)
+
+    batches = [(floats(10, 6, seed=i), None) for i in range(2)]
+    compare(model_fn, batches, 2, static=True)
+
+
 def test_a_branch_sets_the_flag_that_has_chosen_it(behavior):
     """All that the flag decides is decided before."""
 

@@ -7,7 +7,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 from layers import mean_square
 from models import batches, floats, spec_of, step, weights, with_loss
-from towers import compare, session, train, types_run_once
+from towers import compare, compare_outputs, session, train, types_run_once
 
 MODES = tf.estimator.ModeKeys
 
@@ -189,3 +189,16 @@ def test_what_cannot_be_replicated():
         model_fn(features=floats(4, 3), labels=floats(4, 1), mode='train')
     with pytest.raises(TypeError, match='model_fn=None is of NoneType, not a function'):
         estimator_mgpu.Estimator(None)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_a_cast_that_changes_numbers_of_rows(static, behavior):
+    """A bool is 1 at most, so that most crops are of the second image."""
+
+    def crops(images):
+        count = tf.shape(images)[0]
+        which = tf.cast(tf.cast(tf.range(count), tf.bool), tf.int32)
+        boxes = tf.tile([[0.0, 0.0, 0.5, 0.5]], [count, 1])
+        return tf.image.crop_and_resize(images, boxes, which, [2, 2])
+
+    compare_outputs([crops], [floats(7, 4, 4, 1, seed=i) for i in range(2)], 3, static=static)

@@ -65,11 +65,14 @@ def empty_list(op: tf.Operation, placement: Placement | None = None) -> OpPlan:
     return OpPlan(tuple(needs))
 
 
+_ELEMENT_TYPES = {'TensorArrayV3': 'dtype', 'TensorListReserve': 'element_dtype'}  # attributes
+
+
 def is_for_rows(op: tf.Operation, placement: RowList, sizes: Sizes) -> bool:
     """Whether an op makes an empty list, or a TensorArray, of an element for each row."""
     position = {'TensorArrayV3': 0, 'TensorListReserve': 1}.get(op.type)
-    if position is None:
-        return False
+    if position is None or op.get_attr(_ELEMENT_TYPES[op.type]) == tf.variant:
+        return False  # Variants, such as ragged rows, can't be put together again.
     entries = sizes.entries(op.inputs[position]) or []
     return len(entries) == 1 and entries[0].same_as(placement.count) is True
 

@@ -27,6 +27,8 @@ _ARRANGEMENTS = (
 )
 _RULES = {**elementwise.RULES, **shapes.RULES}
 
+_NUMBERS_OF_ROWS = (tf.int32, tf.int64)  # A cast to `uint8`, say, gives others.
+
 
 def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
     """Whether each index in row i begins with i, and there are indices for all rows.
@@ -48,8 +50,7 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
     Such as [[0, 0], [0, 1], [1, 0], [1, 1]], those of a sparse tensor without gaps. `rows` are
     those of which there are all.
     """
-    while indices.op.type in ('Cast', 'Identity'):
-        indices = indices.op.inputs[0]
+    indices = _behind_casts(indices)
     first = _first_numbers(indices, sizes)
     if first is None and indices.op.type == 'Transpose':
         columns = indices.op.inputs[0].op
@@ -72,12 +73,18 @@ def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
       rows: how many rows the tensor has in which the indices are looked up.
       sizes: of tensors.
     """
-    while indices.op.type in ('Cast', 'Identity'):
-        indices = indices.op.inputs[0]
+    indices = _behind_casts(indices)
     if indices.op.type == 'Reshape' and sizes.rank(indices) == 1:
         indices = indices.op.inputs[0]  # Of a matrix, say, with the numbers of a row in each row.
     dims = sizes.dims(indices) or [Size(-1)]
     return bool(dims[0].same_as(rows)) and _is_position(indices, 0, sizes)
+
+
+def _behind_casts(indices: tf.Tensor) -> tf.Tensor:
+    """What indices were before identities, and casts that keep all numbers of rows."""
+    while indices.op.type in ('Cast', 'Identity') and indices.dtype in _NUMBERS_OF_ROWS:
+        indices = indices.op.inputs[0]
+    return indices
 
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
@@ -151,7 +158,7 @@ def _axis_before(tensor: tf.Tensor, axis: int, sizes: Sizes) -> int | None:
       sizes: of tensors.
     """
     op = tensor.op
-    if op.type not in _ARRANGEMENTS or not tensor.dtype.is_integer:
+    if op.type not in _ARRANGEMENTS or tensor.dtype not in _NUMBERS_OF_ROWS:
         return None
     try:
         signature = signature_of(_RULES[op.type], op, sizes)

@@ -193,7 +193,7 @@ class Waits:
 
     def _visit_copy(self, op: tf.Operation) -> None:
         needs = self._plan.ops[op.name].needs
-        of_inputs = [self._bits_of_need(tensor, need) for tensor, need in zip(op.inputs, needs)]
+        of_inputs = [self._bits_of_need(op, tensor, need) for tensor, need in zip(op.inputs, needs)]
         waits = [
             before
             for before in op.control_inputs
@@ -316,12 +316,14 @@ class Waits:
         """Whether an op may wait for other ops than it did: it isn't in v1 control flow."""
         return self._order.liveness.always_runs(op)
 
-    def _bits_of_need(self, tensor: tf.Tensor, need: Need) -> int:
+    def _bits_of_need(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> int:
+        """The bits of what a copy of an op is given for a tensor."""
         if isinstance(need, (LocalShape, Constant, FullSizes)):
             return 0  # The tensor itself isn't used.
-        # The variable's value enters a loop by a copy of its `Enter`.
+        # In a loop of TensorFlow 1, a full value is what each tower has, and a variable's value
+        # enters by a copy of its `Enter`.
         is_of_towers = need == LOCAL or isinstance(need, (Reduced, VariableValue))
-        if is_of_towers and tensor.op.name in self._plan.ops:
+        if (is_of_towers or op.name in self._plan.frames) and tensor.op.name in self._plan.ops:
             return self._waited_for_by_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST:
             # Each tower has a copy, which waits for nothing but its branch.
