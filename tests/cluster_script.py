@@ -44,7 +44,8 @@ def remaining():
 
 def hang():
     tell('HANGS', True)
-    time.sleep(1000)
+    while True:  # A signal that comes right before it sleeps is handled a second later.
+        time.sleep(1)
 
 
 def hanging(where):
