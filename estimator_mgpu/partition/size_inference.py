@@ -121,7 +121,10 @@ class Sizes:
         return dims
 
     def start_row_space(self, tensor: tf.Tensor) -> None:
-        """Starts a row space with dimension 0 of a tensor, if nothing is known of its size.
+        """Starts a row space with dimension 0 of a tensor, unless it's known what rows these are.
+
+        It isn't if the size is a number of the graph's, or a product; nor if it's another tensor's
+        row space. That it's as large as a dimension of another tensor doesn't tell.
 
         So what is computed from `tf.boolean_mask(x, mask)` can be sharded by the entries that are
         left. Integers start none: they are indices, as those of `tf.where`, or sizes.

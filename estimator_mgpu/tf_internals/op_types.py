@@ -54,7 +54,8 @@ STACK_PUSH = 'StackPushV2'
 HANDLES = (*NEW_HANDLES, 'TensorArrayGradV3', 'StackPopV2')
 """Where handles come from."""
 
-KEEPS = (STACK_PUSH, 'TensorListPushBack')
+LIST_PUSH = 'TensorListPushBack'
+KEEPS = (STACK_PUSH, LIST_PUSH)
 """Ops by which the steps of loops keep what gradients need."""
 LIST_READS = ('TensorListGetItem', 'TensorArrayReadV3')
 """Ops that give the element of a list that has a number."""
@@ -100,7 +101,6 @@ BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'
 OPTIONAL = 'OptionalFromValue'
 NO_OPTIONAL = 'OptionalNone'
 OPTIONAL_VALUE = 'OptionalGetValue'
-LIST_PUSH = 'TensorListPushBack'
 LIST_POP = 'TensorListPopBack'
 LIST_PREFIXES = ('TensorList', 'Optional')
 """How the types of ops on lists and optionals begin: these can't be gathered."""

@@ -302,8 +302,9 @@ class _Rewrite:
     def _result(
         self, output: tf.Tensor, values: Sequence[tf.Tensor], op: tf.Operation
     ) -> tf.Tensor | None:
-        """What is used in the place of an output; None if only gradients use
-        it: those of a branch take the value of that branch.
+        """What is used in the place of an output; None if only gradients use it.
+
+        The gradients of a branch take the value of that branch.
 
         Args:
           output: of the op that calls the branches.

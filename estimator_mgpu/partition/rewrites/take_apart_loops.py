@@ -36,7 +36,7 @@ from estimator_mgpu.partition.rewrites.function_ops import add_ops, after, take_
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
-_ADDS = ('Add', 'AddN', 'AddV2', 'Identity')
+_ADDS = (*op_types.SUMS_OF_TWO, 'AddN', op_types.IDENTITY)
 _SUMS_OVER_FIRST = ('BiasAddGrad', 'Conv2DBackpropFilter', 'DepthwiseConv2dNativeBackpropFilter')
 
 

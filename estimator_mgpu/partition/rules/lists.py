@@ -65,13 +65,16 @@ def empty_list(op: tf.Operation, placement: Placement | None = None) -> OpPlan:
     return OpPlan(tuple(needs))
 
 
-_ELEMENT_TYPES = {'TensorArrayV3': 'dtype', 'TensorListReserve': 'element_dtype'}  # attributes
+# The input that says how many elements there are, and the attribute with their type.
+_LISTS_OF_A_LENGTH = {'TensorArrayV3': (0, 'dtype'), 'TensorListReserve': (1, 'element_dtype')}
 
 
 def is_for_rows(op: tf.Operation, placement: RowList, sizes: Sizes) -> bool:
     """Whether an op makes an empty list, or a TensorArray, of an element for each row."""
-    position = {'TensorArrayV3': 0, 'TensorListReserve': 1}.get(op.type)
-    if position is None or op.get_attr(_ELEMENT_TYPES[op.type]) == tf.variant:
+    if op.type not in _LISTS_OF_A_LENGTH:
+        return False
+    position, element_type = _LISTS_OF_A_LENGTH[op.type]
+    if op.get_attr(element_type) == tf.variant:
         return False  # Variants, such as ragged rows, can't be put together again.
     entries = sizes.entries(op.inputs[position]) or []
     return len(entries) == 1 and entries[0].same_as(placement.count) is True

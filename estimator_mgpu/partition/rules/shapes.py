@@ -478,9 +478,10 @@ def _split(op: tf.Operation, sizes: Sizes) -> Signature:
     labels: list[Label] = list(range(len(dims)))
     part_size = dims[axis].over(Size(parts))
     part_sizes: list[Size | None] = [part_size] * parts
-    if part_size is None or (parts > 1 and axis == 0 and _is_of_rows(dims[0])):
+    splits_rows = parts > 1 and axis == 0 and _is_of_rows(dims[0])
+    if part_size is None or splits_rows:
         labels[axis] = None
-    if parts > 1 and axis == 0 and _is_of_rows(dims[0]):
+    if splits_rows:
         part_sizes = [
             _size_of_part((dims[0].rows, parts, number), output, sizes)
             for number, output in enumerate(op.outputs)

@@ -108,12 +108,15 @@ class Copies:
         at_state = self._device_of_state(op, op_plan)
         if at_state is not None:
             return [at_state] * len(self._towers)
-        devices = [tower.device for tower in self._towers]
+        return [self._device_for(op, tower) for tower in self._towers]
+
+    def _device_for(self, op: tf.Operation, tower: Tower) -> str:
+        """Where a tower's copy of an op runs that uses no state."""
         wanted = op.device
-        if not wanted or device_spec(wanted).device_type is None:
-            return devices
-        kind = device_spec(wanted).device_type
-        return [device if device_spec(device).device_type == kind else wanted for device in devices]
+        if not wanted:
+            return tower.device
+        kinds = (None, device_spec(tower.device).device_type)
+        return tower.device if device_spec(wanted).device_type in kinds else wanted
 
     def _device_of_state(self, op: tf.Operation, op_plan: OpPlan) -> str | None:
         """Where an op runs that uses a variable or a table: where that is; None for others."""
@@ -246,7 +249,7 @@ class Copies:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
                 control_inputs = self._control_inputs(tensor.op, tower)
-                device_of_copy = self._devices(tensor.op, OpPlan())[tower.number]
+                device_of_copy = self._device_for(tensor.op, tower)
                 return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
             if self._sender.is_packed(tensor) and device != source:
                 return self._sender.receive_packed(tensor, device)

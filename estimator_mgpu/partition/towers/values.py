@@ -86,7 +86,7 @@ class Values:
         self._shards = {plan.rows: self.batch_shards}
 
         self.packs_of_ops: dict[str, Pack] = {}
-        """Partial sums that are reduced together wherever one is, by the names of the tensors."""
+        """By the names of partial sums, those that they are reduced with, as `Everywhere` finds."""
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
 
