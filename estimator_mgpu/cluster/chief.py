@@ -59,42 +59,6 @@ class Chief:
         self._noted_exit = NotedExit()
         self._sigterm = Sigterm(task, self.leadership, lambda: self.watch)
 
-    def tell_ending_at_exit(self) -> None:
-        """Makes this process tell the other tasks how it ends, as it ends, be it by SIGTERM."""
-        self._noted_exit.install()
-        atexit.register(self._tell_ending)
-        os.register_at_fork(after_in_child=lambda: atexit.unregister(self._tell_ending))
-        self._sigterm.listen()
-
-    def _tell_ending(self) -> None:
-        """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
-        self._sigterm.main_thread_ends = True
-        self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
-        uncaught = getattr(sys, 'last_value', None)
-        if uncaught is not None:
-            error, status = error_text(uncaught), 1
-        elif self.task.sigterm_at is not None:
-            error, status = None, SIGTERM_STATUS
-        else:
-            error, status = error_and_status(self._noted_exit.argument)
-
-        self.leadership.tell_ending(error, status)
-        if status == 0:
-            self._tell_those_that_come_back()
-
-    def _tell_those_that_come_back(self) -> None:
-        """Waits a little for tasks that were lost: without a chief, they would wait for hours."""
-        end = time.monotonic() + _WAIT_FOR_LOST
-        untold = self.leadership.untold
-        if untold:
-            tf.logging.warning(
-                f'Training has ended. Waiting up to {_WAIT_FOR_LOST} seconds for '
-                f'{", ".join(untold)} to come back, which would wait for this chief otherwise.'
-            )
-        while self.leadership.untold and time.monotonic() < end and self.task.sigterm_at is None:
-            time.sleep(1)
-            self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
-
     @contextlib.contextmanager
     def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
         """A context in which the devices of all machines can be trained on.
@@ -137,24 +101,34 @@ class Chief:
             finally:
                 self.watch = None
 
-    def until_saved(self, train: Callable[[], T]) -> T:
-        """Trains, again from the last checkpoint if a task is lost in the save after the last step.
+    def devices(self) -> dict[str, list[str]]:
+        """Waits for all tasks, and returns the CPUs and GPUs of each by the task's name.
 
-        `MonitoredSession` makes no new session then, as hooks have come to their end.
-
-        Args:
-          train: trains up to the last step. It may be called several times.
-
-        Returns:
-          What `train` returns.
+        Raises:
+          ValueError: if a task has another cluster in its TF_CONFIG.
+          RuntimeError: if a task's script doesn't train, or has another version of this package, or
+            another chief leads a task.
+          TimeoutError: if a task doesn't answer.
         """
-        while True:
-            try:
-                return train()
-            except LOST as error:
-                if not saving.is_of_last_save(error):
-                    raise
-                self._restarts.lost(error)
+        return self._meet(self._list_devices)
+
+    def _list_devices(self) -> dict[str, list[str]]:
+        """Clears what an earlier training has left on the tasks, and returns their devices."""
+        # Servers keep resources such as tables from one session to the next, in a container that
+        # has the job's name.
+        tf.Session.reset(self.task.server.target, [*JOBS])
+
+        names = []
+        with tf.Session(self.task.server.target) as session:
+            for device in session.list_devices():
+                spec = device_spec(device.name).replace(replica=None)
+                if spec.device_type in ('CPU', 'GPU'):
+                    names.append(spec.to_string())
+
+        devices = {}
+        for task in self.task.addresses:
+            devices[task] = [name for name in names if machine_of(name) == task]
+        return devices
 
     def begin_session(self) -> None:
         """Waits for all tasks. Each session of a training begins with it, also after a fault."""
@@ -189,35 +163,6 @@ class Chief:
     def _check_model_dir(self) -> None:
         """Raises ValueError if a task that saves a part of checkpoints doesn't see `model_dir`."""
         saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
-
-    def devices(self) -> dict[str, list[str]]:
-        """Waits for all tasks, and returns the CPUs and GPUs of each by the task's name.
-
-        Raises:
-          ValueError: if a task has another cluster in its TF_CONFIG.
-          RuntimeError: if a task's script doesn't train, or has another version of this package, or
-            another chief leads a task.
-          TimeoutError: if a task doesn't answer.
-        """
-        return self._meet(self._list_devices)
-
-    def _list_devices(self) -> dict[str, list[str]]:
-        """Clears what an earlier training has left on the tasks, and returns their devices."""
-        # Servers keep resources such as tables from one session to the next, in a container that
-        # has the job's name.
-        tf.Session.reset(self.task.server.target, [*JOBS])
-
-        names = []
-        with tf.Session(self.task.server.target) as session:
-            for device in session.list_devices():
-                spec = device_spec(device.name).replace(replica=None)
-                if spec.device_type in ('CPU', 'GPU'):
-                    names.append(spec.to_string())
-
-        devices = {}
-        for task in self.task.addresses:
-            devices[task] = [name for name in names if machine_of(name) == task]
-        return devices
 
     def _meet(self, prepare: Callable[[], T]) -> T:
         """Waits until all tasks answer, checks and leads them, and then prepares the training.
@@ -293,6 +238,61 @@ class Chief:
                 f'TF_CONFIG differs between machines: {task} has the cluster {addresses}, and '
                 f'{self.task.name} has {self.task.addresses}. Give every machine the same.'
             )
+
+    def until_saved(self, train: Callable[[], T]) -> T:
+        """Trains, again from the last checkpoint if a task is lost in the save after the last step.
+
+        `MonitoredSession` makes no new session then, as hooks have come to their end.
+
+        Args:
+          train: trains up to the last step. It may be called several times.
+
+        Returns:
+          What `train` returns.
+        """
+        while True:
+            try:
+                return train()
+            except LOST as error:
+                if not saving.is_of_last_save(error):
+                    raise
+                self._restarts.lost(error)
+
+    def tell_ending_at_exit(self) -> None:
+        """Makes this process tell the other tasks how it ends, as it ends, be it by SIGTERM."""
+        self._noted_exit.install()
+        atexit.register(self._tell_ending)
+        os.register_at_fork(after_in_child=lambda: atexit.unregister(self._tell_ending))
+        self._sigterm.listen()
+
+    def _tell_ending(self) -> None:
+        """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
+        self._sigterm.main_thread_ends = True
+        self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
+        uncaught = getattr(sys, 'last_value', None)
+        if uncaught is not None:
+            error, status = error_text(uncaught), 1
+        elif self.task.sigterm_at is not None:
+            error, status = None, SIGTERM_STATUS
+        else:
+            error, status = error_and_status(self._noted_exit.argument)
+
+        self.leadership.tell_ending(error, status)
+        if status == 0:
+            self._tell_those_that_come_back()
+
+    def _tell_those_that_come_back(self) -> None:
+        """Waits a little for tasks that were lost: without a chief, they would wait for hours."""
+        end = time.monotonic() + _WAIT_FOR_LOST
+        untold = self.leadership.untold
+        if untold:
+            tf.logging.warning(
+                f'Training has ended. Waiting up to {_WAIT_FOR_LOST} seconds for '
+                f'{", ".join(untold)} to come back, which would wait for this chief otherwise.'
+            )
+        while self.leadership.untold and time.monotonic() < end and self.task.sigterm_at is None:
+            time.sleep(1)
+            self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
 
 
 @contextlib.contextmanager
