@@ -33,7 +33,7 @@ from estimator_mgpu.tf_internals import error_messages
 from estimator_mgpu.tf_internals.lost_sessions import LOST, lost_sessions
 
 T = TypeVar('T')
-_RENEW_WITHIN = 10  # seconds; a task looks every second whether it has to renew its connections
+_RENEW_WITHIN = 10  # seconds for all tasks, each of which looks every second whether it has to
 _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that ends, or is stopped, while the chief asks it something.
@@ -48,9 +48,13 @@ class Chief:
 
     Attributes:
       task: this process.
-      leadership: whether it leads the other tasks.
+      leadership: that over the other tasks.
       watch: of the other tasks, while it trains; None at other times.
     """
+
+    # Of the training that goes on, or was the last.
+    _restarts: Restarts
+    _model_dir: str
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -201,11 +205,11 @@ class Chief:
 
     def _wait_for_answers(self) -> None:
         """Waits until all tasks answer. Fails if another program answers in the place of one."""
-        is_followed = self.leadership.fail_if_followed
-        self.task.wait(ended=is_followed)  # until something listens at all addresses
+        fail_if_followed = self.leadership.fail_if_followed
+        self.task.wait(ended=fail_if_followed)  # until something listens at all addresses
         for task in self.task.others:
             reach.check_server(task, self.task.addresses[task])
-        self.task.wait(ended=is_followed, answering=True)
+        self.task.wait(ended=fail_if_followed, answering=True)
 
     def _check_cluster(self, task: str) -> None:
         """Fails if another task has another cluster or version, or if its script doesn't train.
