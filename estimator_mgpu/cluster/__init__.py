@@ -13,13 +13,13 @@ What a process is:
 
 What a training needs:
 
-- `sessions`: each session waits for all tasks.
+- `sessions`: each session waits for all tasks, and each op has one.
 - `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
 - `saving`: which tasks save parts of checkpoints, and whether one is being saved.
 
 How tasks know of each other:
 
-- `reach`: what is at a task's address.
+- `reach`: what is at a task's address, asked by a connection of our own.
 - `notes`: what tasks leave for each other.
 - `leadership`: which chief leads the others, as another one may have replaced it.
 - `connections`: those to a machine that has gone are dropped.

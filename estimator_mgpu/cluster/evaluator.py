@@ -1,4 +1,7 @@
-"""An evaluator isn't in the cluster: it follows the chief by files in model_dir, and by a port."""
+"""How an evaluator, which isn't in the cluster, follows the chief.
+
+Checkpoints and the chief's ending are files in model_dir; whether the chief is there, its port says.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Follower:
         self._address = address
         self._limit = limit
         self._ending_before = ending.read(model_dir)  # perhaps of a training that was long ago
-        self._evaluated: Any = ()  # the checkpoint that was returned last; () before the first one
+        self._returned: Any = ()  # the last checkpoint that `follow` gave; () before the first one
         self._unreached_since: float | None = None  # None while the chief can be reached
 
     def follow(self, latest_checkpoint: Callable[[], str | None]) -> str | None:
@@ -41,8 +44,8 @@ class Follower:
         chief_ending = ending.read(self._model_dir)
         checkpoint = latest_checkpoint()
 
-        if checkpoint != self._evaluated:
-            self._evaluated = checkpoint
+        if checkpoint != self._returned:
+            self._returned = checkpoint
             self._unreached_since = None
             return checkpoint
 

@@ -28,8 +28,8 @@ class Restarts:
         self._limit = limit
         self._model_dir = model_dir
         self._last_step = -1
-        self._lost_sessions = 0
-        self._first_began_at = 0.0  # when the first of these sessions began
+        self._lost_sessions = 0  # since the last new step
+        self._failing_since = 0.0  # when the session after the first one that was lost began
 
     def stepped(self, step: int) -> None:
         """Has to be called after each step.
@@ -62,7 +62,7 @@ class Restarts:
         if self._lost_sessions < 2:
             return
 
-        seconds = time.monotonic() - self._first_began_at
+        seconds = time.monotonic() - self._failing_since
         if seconds > self._limit:
             raise TimeoutError(
                 f'{self._lost_sessions} sessions in {seconds:.0f} seconds made no new step '
@@ -75,4 +75,4 @@ class Restarts:
     def begin(self) -> None:
         """Has to be called as a new session begins, after all tasks were waited for."""
         if self._lost_sessions < 2:
-            self._first_began_at = time.monotonic()
+            self._failing_since = time.monotonic()

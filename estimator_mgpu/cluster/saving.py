@@ -1,10 +1,9 @@
 """Which tasks save a part of each checkpoint, and whether a checkpoint is being saved.
 
-Tasks that save a part have to see the chief's model_dir.
-
 The chief saves all resource variables, as a saver doesn't see on which task they are. A saver lets
 a task save itself what it finds there: reference variables, parts of variables that have a
-partitioner, and variables and iterators that a program has put there.
+partitioner, and variables and iterators that a program has put there. Such a task has to see the
+chief's model_dir.
 """
 
 from __future__ import annotations
@@ -34,26 +33,6 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
     """Returns the names of the tasks that write and read parts of checkpoints."""
     writes = [op for op in graph.get_operations() if op.type in op_types.CHECKPOINT_WRITES]
     return {machine_of(op.device) for op in writes}
-
-
-def is_saving() -> bool:
-    """Whether a thread of this process is in the method `save` of a `tf.train.Saver`."""
-    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
-    return any(_is_save(frame) for stack in stacks for frame, _ in stack)
-
-
-def _is_save(frame: FrameType) -> bool:
-    """Whether a frame is that of `save` of a Saver, which may be of a user's subclass."""
-    code = frame.f_code
-    if code.co_name != 'save' or not code.co_argcount:
-        return False
-    return isinstance(frame.f_locals.get(code.co_varnames[0]), tf.train.Saver)
-
-
-def is_of_last_save(error: BaseException) -> bool:
-    """Whether an error was raised in the save after the last step, or by one of its listeners."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(frame.f_code is _LAST_SAVE for frame in frames)
 
 
 def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Notes]) -> None:
@@ -94,3 +73,23 @@ def _read(task: str, path: str, notes_on: Callable[..., Notes]) -> None:
     with notes_on(task, seconds=60) as notes:
         with notes.graph.as_default(), tf.device(f'{task}/cpu:0'):
             notes.session.run(tf.io.read_file(path))
+
+
+def is_saving() -> bool:
+    """Whether a thread of this process is in the method `save` of a `tf.train.Saver`."""
+    stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
+    return any(_is_save(frame) for stack in stacks for frame, _ in stack)
+
+
+def _is_save(frame: FrameType) -> bool:
+    """Whether a frame is that of `save` of a Saver, which may be of a user's subclass."""
+    code = frame.f_code
+    if code.co_name != 'save' or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), tf.train.Saver)
+
+
+def is_of_last_save(error: BaseException) -> bool:
+    """Whether an error was raised in the save after the last step, or by one of its listeners."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(frame.f_code is _LAST_SAVE for frame in frames)

@@ -1,6 +1,6 @@
-"""What a session on several machines needs: all tasks, and a task for each op.
+"""What a session on several machines needs: that all tasks are there, and that each op has one.
 
-In: the scaffold of a training's EstimatorSpec. Out: the same, whose `finalize()` does that.
+In: the scaffold of a training's EstimatorSpec. Out: the same, whose `finalize()` sees to both.
 `MonitoredSession` calls it before the first session, and again before each one after a fault.
 """
 

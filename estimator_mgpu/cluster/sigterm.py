@@ -1,4 +1,4 @@
-"""SIGTERM ends a chief within 10 seconds, whatever its main thread does.
+"""SIGTERM ends a chief within 10 seconds, or 30 if a disk hangs, whatever its main thread does.
 
 Python runs a signal's handler in the main thread, once TensorFlow returns to it: never, if a step
 waits for an input that hangs. But Python writes a signal's number to a pipe at once, if it's given

@@ -44,7 +44,7 @@ class Task:
       name: the name of this task, such as `/job:worker/task:0`.
       others: the names of the other tasks.
       limit: for how many seconds a task is waited for.
-      processes: the incarnations of the other tasks' processes, as far as they are known.
+      processes: on a chief, the incarnations of the other tasks' processes that it has met.
       incarnation: tells this process from others that are, or were, the same task.
       server: TensorFlow's server.
       waits: whether this task is waiting for others, and logs which.
@@ -71,6 +71,7 @@ class Task:
                 signal.signal(signal.SIGTERM, self._handle_sigterm)
 
     def _start_server(self, config: Any) -> tf.train.Server:
+        """Starts TensorFlow's server, by which tasks run ops on each other."""
         # Otherwise, closing a session would wait in silence for a task that has gone.
         os.environ.setdefault('GRPC_FAIL_FAST', 'true')
         os.environ[_NO_PROXY] = self._hosts_without_proxy()

@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import tf_estimator
 
-JOBS = ('chief', 'worker', 'ps')  # An evaluator is in no cluster.
+JOBS = ('chief', 'worker', 'ps')  # An evaluator serves nobody, also if TF_CONFIG lists it.
 _VARIABLE = 'TF_CONFIG'
 _LONGEST = 2000  # characters of it that an error repeats
 
