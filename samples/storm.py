@@ -35,7 +35,8 @@ import estimator_mgpu
 
 FLAGS = flags.FLAGS
 
-flags.adopt_module_key_flags(machines)
+flags.adopt_module_key_flags(common)
+flags.declare_key_flag('train_steps')  # of machines.py
 FLAGS.set_default('train_steps', 200)  # Rounding grows with the steps.
 flags.DEFINE_integer('events', 25, 'Number of faults.', lower_bound=1)
 flags.DEFINE_float('pause', 6.0, 'Average number of seconds between two faults.')
@@ -45,11 +46,14 @@ flags.DEFINE_float('stopped', 8.0, 'Average number of seconds for which a proces
 TASKS = [('chief', 0), ('worker', 0), ('worker', 1), ('ps', 0)]
 INSIDE = 'STORM_HAS_ITS_OWN_NETWORK'  # environment variable
 NETWORK = '10.77.0.'  # the addresses in it
-STORM = 'storm'  # While there is such a file, a step takes its time.
+STORM = 'storm'  # a file that is there as long as the storm: see TakeTime
 
 
 class TakeTime(tf.train.SessionRunHook):
-    """Keeps training from ending before the storm does: it waits after the last step but one."""
+    """Makes each step of the storm take a while, and the last step but one as long as the storm.
+
+    So training doesn't end before it.
+    """
 
     def __init__(self, file):
         self.file = file
@@ -77,7 +81,8 @@ def train():
 
 def name_of(task):
     """Such as worker0."""
-    return '{}{}'.format(*task)
+    job, index = task
+    return f'{job}{index}'
 
 
 class Cluster:
@@ -99,7 +104,7 @@ class Cluster:
             jobs.setdefault(job, []).append(address)
         job, index = task
         self.running[task] = machines.start(
-            f'{job}{index}',
+            name_of(task),
             self.root,
             {'cluster': jobs, 'task': {'type': job, 'index': index}},
             f'--model_dir={self.root / "machines"}',
@@ -152,7 +157,10 @@ class Cluster:
         threading.Timer(seconds, process.send_signal, [signal.SIGCONT]).start()
 
     def freeze(self, task):
-        """The chief is stopped, while another task dies, and is started again."""
+        """The chief is stopped, while another task dies, and is started again.
+
+        If the task is the chief itself, that's the first worker.
+        """
         if task == TASKS[0]:
             task = TASKS[1]
         chief = self.running[TASKS[0]]
@@ -174,7 +182,7 @@ class Cluster:
 
 
 def storm(cluster):
-    """Lets things happen."""
+    """Lets faults happen to tasks, at random."""
     events = [cluster.kill, cluster.stop, cluster.freeze]
     if cluster.hosts:
         events.append(cluster.move)
@@ -220,7 +228,7 @@ def main(argv):
     try:
         storm(cluster)
         (root / STORM).unlink()
-        ends = {'{}{}'.format(*task): one.wait(300) for task, one in cluster.running.items()}
+        ends = {name_of(task): process.wait(300) for task, process in cluster.running.items()}
         print('ended:', ', '.join(f'{name} with {status}' for name, status in ends.items()))
         if any(ends.values()):
             sys.exit('All should have ended with 0.')

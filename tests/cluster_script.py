@@ -74,7 +74,7 @@ def own_parts(input_context):
     return remaining().map(part)
 
 
-class Watch(tf.train.SessionRunHook):
+class TellSteps(tf.train.SessionRunHook):
     """Prints each step, and the devices on which a session multiplied matrices.
 
     It sleeps after each step, until the test has made the file `hurry`.
@@ -220,8 +220,9 @@ def cut_off(addresses):
 def watch_closely():
     """Lets the chief notice within 8 seconds, rather than 20, that a task doesn't answer.
 
-    At its end, it waits 3 seconds, rather than 30, for tasks that are away. Other tasks look every
-    3 seconds, rather than 30, whether the chief answers.
+    At its end, it waits 3 seconds, rather than 30, for tasks that are away, and after SIGTERM it has
+    4 seconds, rather than 7. Other tasks look every 3 seconds, rather than 30, whether the chief
+    answers.
     """
     reach._TIMEOUT = 1
     watch.ASK_EVERY = 2
@@ -267,23 +268,28 @@ def main(
     """Calls train() up to each of `stops`, or with `parts` train_and_evaluate().
 
     Args:
+      model_dir: the Estimator's.
+      devices: the number of devices of each machine.
+      stops: the last step of each training.
+      parts: whether each machine reads its own part of the batch, in train_and_evaluate().
       sleep: seconds after each step, up to when the test calls `Cluster.hurry()`.
       limit: seconds that others are waited for.
       step_limit: seconds of each call of the session.
       status: what sys.exit() is called with at the end.
-      exits_in: where SystemExit(status) is raised instead: in a `hook`, or in the `input_fn`.
       error: of a RuntimeError at the end.
-      unreached: addresses that this machine's network has, for TensorFlow, nothing behind.
+      unreached: addresses at which TensorFlow, in this process, finds nobody.
       elsewhere: another address of this task, as of another machine.
       v1: whether variables are as below tf.disable_v2_behavior().
-      closely: whether the chief notices earlier that a task doesn't answer.
-      waits_to_save: whether the last save waits for the test.
+      closely: whether this task waits less long, as by `watch_closely()`.
+      scarce_at: after this step, memory is too small once, and two micro-batches are needed.
       hangs: where the input hangs: in `input_fn`, or in a `generator`; or after training, in
         `evaluate` or `predict`, or as evaluation is interrupted in a hook, to `close` the session.
         Or the script hangs `after_save`, in a listener, or in its own `cleanup`, once train() has
         come to its end.
+      waits_to_save: whether the last save waits for the test.
       forks: whether the chief forks other processes: in a step, and after each training.
-      scarce_at: after this step, memory is too small once, and two micro-batches are needed.
+      exits_in: where SystemExit(status) is raised, rather than at the end: in a `hook`, or in the
+        `input_fn`.
     """
     if elsewhere:
         serve_at(elsewhere)
@@ -308,7 +314,7 @@ def main(
         options['microbatches'] = 'auto'
     estimator = estimator_mgpu.Estimator(of_all_modes(dropped), config=config, **options)
     folder = os.path.dirname(model_dir)
-    hooks = [Watch(sleep, os.path.join(folder, 'hurry')), Scarce(scarce_at)]
+    hooks = [TellSteps(sleep, os.path.join(folder, 'hurry')), Scarce(scarce_at)]
     if forks:
         hooks.append(Forks())
     if exits_in == 'hook':
