@@ -225,12 +225,12 @@ def watch_closely():
     answers.
     """
     reach._TIMEOUT = 1
-    watch.ASK_EVERY = 2
+    watch._ASK_EVERY = 2
     watch._ANSWER_WITHIN = 5
     watch._LOG_AFTER = 8
     watch._LOG_EVERY = 12
     watch._GRACE = 8
-    sigterm.GRACE = 4
+    sigterm._GRACE = 4
     chief._WAIT_FOR_LOST = 3
     ending._READ_EVERY = 3
     serve._CHECK_EVERY = 3

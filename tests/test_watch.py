@@ -232,7 +232,7 @@ def test_a_checkpoint_does_not_wait_for_tasks_that_have_gone(task, watching, clo
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(watch, 'ASK_EVERY', 0.01)
+    monkeypatch.setattr(watch, '_ASK_EVERY', 0.01)
 
 
 def wait_for(condition):

@@ -23,7 +23,7 @@ from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.errors import user_lines
 
-GRACE = 7  # seconds for the main thread; with what follows, the process ends within 10
+_GRACE = 7  # seconds for the main thread; with what follows, the process ends within 10
 _LONGEST_SAVE = 3600  # seconds
 
 
@@ -87,19 +87,19 @@ class Sigterm:
             numbers = os.read(reading_end, 4096)
 
     def end_process_soon(self) -> None:
-        """Ends the process, unless the main thread is about to do so within `GRACE` seconds.
+        """Ends the process, unless the main thread is about to do so within `_GRACE` seconds.
 
         Time in which a training saves a checkpoint doesn't count, up to an hour, unless a task
         doesn't answer.
         """
         waited = 0
-        patience = GRACE
+        patience = _GRACE
         while patience > 0:
             time.sleep(1)
             waited += 1
             if not self._is_saving() or waited > _LONGEST_SAVE:
                 patience -= 1
-            elif waited == GRACE:
+            elif waited == _GRACE:
                 tf.logging.warning(
                     f'SIGTERM came {waited} seconds ago. A checkpoint is being saved. This process '
                     f'ends after that, or if it takes more than {_LONGEST_SAVE} seconds.'
@@ -108,7 +108,7 @@ class Sigterm:
                 return
 
         watch = self._watch()
-        silent = watch.silent_tasks(GRACE) if watch else ''
+        silent = watch.silent_tasks(_GRACE) if watch else ''
         where = silent or f'the program is at {", ".join(user_lines.running())}'
         self._leadership.end_process(
             f'SIGTERM came {waited} seconds ago, and this process has not ended: {where}. Nothing '

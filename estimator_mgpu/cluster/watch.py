@@ -16,7 +16,7 @@ from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
 
-ASK_EVERY = 5  # seconds from one question to the next
+_ASK_EVERY = 5  # seconds from one question to the next
 _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
 _LOG_AFTER = 20  # seconds without an answer, after which the log names a task
 _LOG_EVERY = 30  # seconds from one such message to the next
@@ -76,7 +76,7 @@ class Watch:
         now = time.monotonic()
         for name in self._task.others:
             silence = now - self._answered_at[name]
-            if silence > 2 * ASK_EVERY and self._task.listens(name):
+            if silence > 2 * _ASK_EVERY and self._task.listens(name):
                 with contextlib.suppress(tf.errors.OpError), self._task.notes_on(name) as notes:
                     self.ask(name, notes)
         self.fail_if_replaced()
@@ -131,13 +131,13 @@ class Watch:
 
     def _ask_until_over(self, name: str) -> None:
         """Asks a task every few seconds, over the same connection for as long as that holds."""
-        while not self._over.wait(ASK_EVERY):
+        while not self._over.wait(_ASK_EVERY):
             if not self._task.listens(name):
                 continue
             with contextlib.suppress(tf.errors.OpError), self._task.notes_on(name) as notes:
                 while not self._over.is_set():
                     self.ask(name, notes)
-                    self._over.wait(ASK_EVERY)
+                    self._over.wait(_ASK_EVERY)
 
     def _judge_until_over(self) -> None:
         """Judges every second."""
@@ -145,7 +145,7 @@ class Watch:
             before = time.monotonic()
             self._over.wait(1)
             now = time.monotonic()
-            if now - before > ASK_EVERY:  # This process itself was stopped.
+            if now - before > _ASK_EVERY:  # This process itself was stopped.
                 self._awake_since = now
             self.judge(now)
 
