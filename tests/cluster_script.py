@@ -220,8 +220,8 @@ def cut_off(addresses):
 def watch_closely():
     """Lets the chief notice within 8 seconds, rather than 20, that a task doesn't answer.
 
-    At its end, it waits 3 seconds, rather than 30, for tasks that are away, and after SIGTERM it has
-    4 seconds, rather than 7. Other tasks look every 3 seconds, rather than 30, whether the chief
+    At its end, it waits 3 seconds, rather than 30, for tasks that are away. After SIGTERM it has 4
+    seconds, rather than 7. Other tasks look every 3 seconds, rather than 30, whether the chief
     answers.
     """
     reach._TIMEOUT = 1

@@ -1,6 +1,7 @@
 """How an evaluator, which isn't in the cluster, follows the chief.
 
-Checkpoints and the chief's ending are files in model_dir; whether the chief is there, its port says.
+It reads checkpoints and the chief's ending in model_dir, and asks the chief's port whether somebody
+is there.
 """
 
 from __future__ import annotations

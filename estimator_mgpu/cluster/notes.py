@@ -29,10 +29,10 @@ def version() -> str:
 class Notes:
     """The notes on one task, over a connection of their own.
 
-    The session's master is the task's own server, for two reasons. If the task's process is stopped,
-    a call ends by its time limit; with this process's server as the master, it would wait. And a
-    chief's sessions go on: those that it has on a task end as another process of the chief makes
-    one there.
+    The session's master is the task's own server, for two reasons. If the task's process is
+    stopped, a call ends by its time limit; with this process's server as the master, it would wait.
+    And a chief's sessions go on: those that it has on a task end as another process of the chief
+    makes one there.
 
     Args:
       task: the task's name, such as `/job:worker/task:0`.
