@@ -18,6 +18,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
+from estimator_mgpu.cluster.restarts import LastStep
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import failures
@@ -46,15 +47,19 @@ class EstimatorOptions(CommonOptions, total=False):
     microbatches: int | Literal['auto']
 
 
-def _explains_checkpoint_errors(method: Any) -> Any:
-    """A method of Estimator's whose errors with checkpoints are explained."""
+def _of_checkpoint(export: Any) -> Any:
+    """A method of Estimator's that exports a checkpoint; its errors with these are explained."""
 
-    @functools.wraps(method)
+    @functools.wraps(export)
     def call(*args: Any, **kwargs: Any) -> Any:
-        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
-        path = arguments.get('checkpoint_path')
-        with checkpoint_files.checked_files(arguments['self'].model_dir, path):
-            return method(*args, **kwargs)
+        bound = inspect.signature(export).bind(*args, **kwargs)
+        estimator = bound.arguments['self']
+        path = bound.arguments.get('checkpoint_path')
+        with checkpoint_files.checked_files(estimator.model_dir, path):
+            # Not by the method `latest_checkpoint`, by which an evaluator ends.
+            latest = tf.train.latest_checkpoint(estimator.model_dir)
+            bound.arguments['checkpoint_path'] = path or latest
+            return export(*bound.args, **bound.kwargs)
 
     return call
 
@@ -89,9 +94,10 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             chief = process
 
         is_auto = isinstance(self._microbatches, AutoMicrobatches)
-        if (is_auto or chief is not None) and max_steps is None and steps is not None and steps > 0:
-            # The hook keeps the last step, also if training goes on from a later checkpoint.
-            hooks.append(tf.train.StopAtStepHook(num_steps=steps))
+        counts = [count for count in (steps, max_steps) if count is not None]
+        if (is_auto or chief is not None) and len(counts) == 1 and int(counts[0]) > 0:
+            # Training may begin again: from a later checkpoint, or with the last step made.
+            hooks.append(LastStep(steps, max_steps))
             steps = None
 
         with self._errors_explained(warm_start=self._warm_start_settings):
@@ -182,8 +188,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         tf_estimator.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
-    export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
-    experimental_export_all_saved_models = _explains_checkpoint_errors(
+    export_saved_model = _of_checkpoint(EstimatorV2.export_saved_model)
+    experimental_export_all_saved_models = _of_checkpoint(
         EstimatorV2.experimental_export_all_saved_models
     )
 

@@ -1,11 +1,14 @@
 """An evaluator, which follows the chief."""
 
+import json
+from unittest import mock
+
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import ending, evaluator, reach
-from models import adam, regression
+from models import adam, floats, of_all_modes, predict, regression
 
 pytestmark = pytest.mark.core
 
@@ -36,6 +39,39 @@ def test_an_evaluator_ends_after_the_last_checkpoint(tmp_path, monkeypatch):
     assert follower.follow(latest) == 'model.ckpt-10'
     with pytest.raises(SystemExit, match='3'):
         follower.follow(latest)
+
+
+def test_an_evaluator_whose_file_system_has_a_bad_moment(tmp_path, monkeypatch):
+    monkeypatch.setattr(reach, 'listens', lambda address: True)
+    follower = evaluator.Follower(str(tmp_path), 'c0:1', 10)
+    boo = tf.errors.UnknownError(None, None, 'Stale file handle')
+    with monkeypatch.context() as patch:
+        patch.setattr(ending, 'read', mock.Mock(side_effect=boo))
+        assert follower.follow(lambda: 'model.ckpt-5') == 'model.ckpt-5'
+    ending.write(str(tmp_path), ending.Ending('new', None, 3))
+    with pytest.raises(SystemExit, match='3'):
+        follower.follow(lambda: 'model.ckpt-5')
+
+
+def test_an_evaluator_that_exports_at_its_end(monkeypatch, tmp_path):
+    """As its script may do after train_and_evaluate(), also if the chief has ended."""
+    folder = str(tmp_path)
+    model_fn = of_all_modes(predict)
+    one = estimator_mgpu.Estimator(model_fn, folder)
+    one.train(lambda: tf.data.Dataset.from_tensors((floats(8, 3), floats(8, 1))), steps=1)
+    task = {'cluster': {'chief': ['c0:1']}, 'task': {'type': 'evaluator', 'index': 0}}
+    monkeypatch.setenv('TF_CONFIG', json.dumps(task))
+    estimator = estimator_mgpu.Estimator(model_fn, config=tf.estimator.RunConfig(folder))
+    assert estimator.latest_checkpoint() == f'{folder}/model.ckpt-1'
+    ending.write(folder, ending.Ending('new', None, 0))
+
+    def receive():
+        features = tf.placeholder(tf.float32, [None, 3])
+        return tf.estimator.export.TensorServingInputReceiver(features, features)
+
+    assert estimator.export_saved_model(f'{folder}/export', receive)
+    with pytest.raises(SystemExit):
+        estimator.latest_checkpoint()
 
 
 def test_an_evaluator_whose_chief_has_gone(tmp_path, clock, caplog, monkeypatch):

@@ -7,8 +7,9 @@ import pytest
 import tensorflow.compat.v1 as tf
 from tensorflow.python.training import monitored_session
 
-from estimator_mgpu.cluster import restarts
+from estimator_mgpu.cluster import restarts, saving
 from estimator_mgpu.tf_internals import lost_sessions
+from models import adam, floats, regression
 
 ERROR = tf.errors.UnavailableError(
     None,
@@ -111,6 +112,55 @@ def test_the_time_for_which_a_task_was_waited_for_does_not_count(clock, tmp_path
     told.begin()
     clock[0] += 50
     made_again(told)
+
+
+class LosesSession(tf.train.SessionRunHook):
+    """Loses the first session after a step, or as hooks come to their end."""
+
+    def __init__(self, step):
+        self.step = step
+        self.has_failed = False
+
+    def lose(self):
+        if not self.has_failed:
+            self.has_failed = True
+            raise tf.errors.UnavailableError(None, None, 'lost')
+
+    def after_run(self, run_context, run_values):
+        if run_context.session.run(tf.train.get_global_step()) == self.step:
+            self.lose()
+
+    def end(self, session):
+        self.lose()
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('lost_at', [3, 5, 9], ids=['in a step', 'in the last step', 'in the end'])
+@pytest.mark.parametrize('steps, max_steps', [(4, None), (None, 5)])
+def test_no_step_is_made_after_the_last_one(steps, max_steps, lost_at, behavior, tmp_path):
+    """Each step is saved. Training begins after step 1, and again if a hook's end has failed."""
+    folder, made = str(tmp_path), []
+    one = tf.estimator.Estimator(regression(adam), folder)
+    data = lambda: tf.data.Dataset.from_tensors((floats(8, 3), floats(8, 1))).repeat()  # noqa: E731
+    one.train(data, steps=1)
+    config = tf.estimator.RunConfig(folder, save_checkpoints_steps=1)
+    loses, last = LosesSession(lost_at), restarts.LastStep(steps, max_steps)
+
+    class Counts(tf.train.SessionRunHook):
+        def after_run(self, run_context, run_values):
+            made.append(int(run_context.session.run(tf.train.get_global_step())))
+
+    def train():
+        again = tf.estimator.Estimator(regression(adam), folder, config)
+        again.train(data, [Counts(), loses, last])
+
+    if lost_at == 9:
+        with pytest.raises(tf.errors.UnavailableError) as error:
+            train()
+        assert saving.is_of_end(error.value)
+    train()
+    assert loses.has_failed and made == [2, 3, 4, 5]
+    assert tf.train.latest_checkpoint(folder) == f'{folder}/model.ckpt-5'
 
 
 class Fails(tf.train.SessionRunHook):

@@ -5,6 +5,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -80,11 +81,18 @@ def test_whatever_the_main_thread_does(task, leadership, each_second):
     assert status == 143
 
 
-def test_the_main_thread_ends(task, leadership, each_second):
+def test_the_main_thread_ends(task, leadership, each_second, monkeypatch):
+    """It has some more seconds for that, as the disk of the chief's file may hang."""
     ending = sigterm.Sigterm(task, leadership, lambda: None)
-    each_second.append(lambda seconds: setattr(ending, 'main_thread_ends', seconds == 3))
-    ending.end_process_soon()
+    each_second.append(lambda seconds: setattr(ending, 'main_thread_ends', seconds >= 3))
+    sleep, slept = time.sleep, []
+    monkeypatch.setattr(time, 'sleep', lambda seconds: (slept.append(seconds), sleep(seconds)))
+    monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):  # It's the thread that gets here, if the process has not ended.
+        ending.end_process_soon()
     assert leadership.ending is None
+    os._exit.assert_called_once_with(143)
+    assert slept == [1, 1, 1, 20]
 
 
 def test_a_step_waits_for_a_task(task, leadership, each_second):

@@ -434,13 +434,57 @@ def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
 def test_a_disk_that_hangs_as_the_process_ends(chief, monkeypatch):
     """Others have been told by then."""
     is_over = threading.Event()
-    monkeypatch.setattr(leadership, '_LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(leadership, 'LONGEST_TELLING', 0.1)
     monkeypatch.setattr(chief.leadership, 'tell_ending', lambda *ending: is_over.wait(60))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
         chief.leadership.end_process('Boo', 1)
     os._exit.assert_called_once_with(1)
     is_over.set()
+
+
+@pytest.mark.core
+def test_a_log_that_hangs_as_the_process_ends(chief, monkeypatch):
+    """Others are told, and the process ends."""
+    is_over = threading.Event()
+    told = []
+    monkeypatch.setattr(leadership, 'LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(tf.logging, 'error', lambda text: is_over.wait(60))
+    monkeypatch.setattr(chief.leadership, 'tell_ending', lambda *ending: told.append(ending))
+    monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
+    with pytest.raises(SystemExit):
+        chief.leadership.end_process('Boo', 1)
+    os._exit.assert_called_once_with(1)
+    assert told == [('Boo', 1)]
+    is_over.set()
+
+
+@pytest.mark.core
+def test_sigterm_after_all_are_told(task, chief, pads, serves):
+    """It ends what the script does then, such as waiting for other processes."""
+    chief._tell_ending()
+    with pytest.raises(SystemExit, match='143'):
+        task._handle_sigterm(15, None)
+    serves(Pad(chief='one', end=ending_of('one')))
+    with pytest.raises(SystemExit, match='0'):
+        serve.serve(task, NOWHERE)
+    with pytest.raises(SystemExit, match='143'):
+        task._handle_sigterm(15, None)
+
+
+@pytest.mark.core
+def test_a_file_of_the_chief_that_is_written_at_the_second_try(task, chief, pads, monkeypatch):
+    """The file system has a bad moment as a training begins, so all tasks are asked again."""
+    monkeypatch.setattr(
+        ending, 'write', mock.Mock(side_effect=tf.errors.UnavailableError(None, None, 'Boo'))
+    )
+    chief.leadership.begin_training('elsewhere')
+    with pytest.raises(tf.errors.UnavailableError):
+        chief.leadership.lead()
+    monkeypatch.setattr(ending, 'write', mock.Mock())
+    chief.leadership.lead()
+    chief.leadership.lead()
+    ending.write.assert_called_once_with('elsewhere', ending.Ending(task.incarnation))
 
 
 @pytest.mark.core
@@ -631,7 +675,6 @@ def test_a_call_beyond_its_limit(task, chief, monkeypatch, tmp_path):
         train(operation_timeout_in_ms=1500)
     with pytest.raises(tf.errors.DeadlineExceededError):
         train()
-    assert chief.leadership.model_dirs == [str(tmp_path)]
 
 
 @pytest.mark.core

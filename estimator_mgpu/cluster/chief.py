@@ -244,9 +244,9 @@ class Chief:
             )
 
     def until_saved(self, train: Callable[[], T]) -> T:
-        """Trains, again from the last checkpoint if a task is lost in the save after the last step.
+        """Trains, again from the last checkpoint if a task is lost as hooks come to their end.
 
-        `MonitoredSession` makes no new session then, as hooks have come to their end.
+        One of them saves the last step. `MonitoredSession` makes no new session then.
 
         Args:
           train: trains up to the last step. It may be called several times.
@@ -258,7 +258,7 @@ class Chief:
             try:
                 return train()
             except LOST as error:
-                if not saving.is_of_last_save(error):
+                if not saving.is_of_end(error):
                     raise
                 self._restarts.lost(error)
 
@@ -281,9 +281,12 @@ class Chief:
         else:
             error, status = error_and_status(self._noted_exit.argument)
 
-        self.leadership.tell_ending(error, status)
-        if status == 0:
-            self._tell_those_that_come_back()
+        try:
+            self.leadership.tell_ending(error, status)
+            if status == 0:
+                self._tell_those_that_come_back()
+        finally:  # What Python does after this may hang: it joins other processes, say.
+            self.task.busy = False
 
     def _tell_those_that_come_back(self) -> None:
         """Waits a little for tasks that were lost: without a chief, they would wait for hours."""

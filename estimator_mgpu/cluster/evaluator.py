@@ -6,6 +6,7 @@ is there.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -42,7 +43,9 @@ class Follower:
         """
         # The chief leaves its ending after its last checkpoint. So this is read first: if it's
         # there, the checkpoint below is the last one.
-        chief_ending = ending.read(self._model_dir)
+        chief_ending = None
+        with contextlib.suppress(tf.errors.OpError):  # A file system may have a bad moment.
+            chief_ending = ending.read(self._model_dir)
         checkpoint = latest_checkpoint()
 
         if checkpoint != self._returned:

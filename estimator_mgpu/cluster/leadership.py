@@ -26,7 +26,7 @@ from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
 
-_LONGEST_TELLING = 20  # seconds
+LONGEST_TELLING = 20  # seconds that a process takes to tell others how it ends
 _REPLACED = (
     'it was started in the place of this one, which was stopped or cut off for a while. This one '
     'ends, and writes nothing more.'
@@ -42,7 +42,7 @@ class Leadership:
     Attributes:
       has_begun: whether this chief has left its notes on the other tasks.
       untold: the tasks that have to be told how this chief ends; none if that isn't its to tell.
-      model_dirs: where this chief trains. An evaluator looks there for the chief's ending.
+      model_dirs: where this chief has trained. An evaluator looks there for the chief's ending.
     """
 
     def __init__(self, task: Task) -> None:
@@ -52,16 +52,12 @@ class Leadership:
         self._task = task
 
     def begin_training(self, model_dir: str) -> None:
-        """Lets a file in a model_dir say that this chief runs, once it leads the other tasks."""
+        """Has to be called with the model_dir of each training, before `lead()`."""
         self._model_dir = model_dir
         self._file = ending.FileReader(model_dir)
-        if model_dir not in self.model_dirs:
-            self.model_dirs.append(model_dir)
-            if self.has_begun:
-                ending.write(model_dir, ending.Ending(self._task.incarnation))
 
     def lead(self) -> None:
-        """Leaves a note on each task that this chief leads it.
+        """Leaves a note on each task that this chief leads it, and a file in the model_dir.
 
         A chief that begins takes all tasks over from the chief before. Later, it only takes over
         those that have been started again.
@@ -86,8 +82,9 @@ class Leadership:
         if not self.has_begun:
             self.has_begun = True
             self.untold = list(self._task.others)
-            for model_dir in self.model_dirs:
-                ending.write(model_dir, ending.Ending(self._task.incarnation))
+        if self._model_dir not in self.model_dirs:
+            ending.write(self._model_dir, ending.Ending(self._task.incarnation))
+            self.model_dirs.append(self._model_dir)
 
     def chief_of(self, notes: Notes) -> str:
         """The incarnation of the chief that leads a task of this cluster.
@@ -191,20 +188,28 @@ class Leadership:
     def end_process(self, error: str, status: int) -> NoReturn:
         """Ends this process from another thread than the main one, which may be in TensorFlow.
 
-        The other tasks are told before, as nothing of `atexit` runs, for a while: the disk of the
-        file that is written last may hang.
+        The other tasks are told before, as nothing of `atexit` runs. That and the log may hang, as
+        their disks may, so each is given a while.
 
         Args:
           error: why, for the log, and for the other tasks unless it's by SIGTERM.
           status: the exit status.
         """
-        told = None if status == SIGTERM_STATUS else error
-        telling = threading.Thread(target=self.tell_ending, args=[told, status], daemon=True)
-        try:
+
+        def log() -> None:
             tf.logging.error(f'{error}. This process ends.')
-            telling.start()
-            telling.join(_LONGEST_TELLING)
             sys.stdout.flush()
             sys.stderr.flush()
-        finally:  # It ends also if its output is a pipe that is closed.
+
+        def tell() -> None:
+            self.tell_ending(None if status == SIGTERM_STATUS else error, status)
+
+        end = time.monotonic() + LONGEST_TELLING
+        try:
+            threads = [threading.Thread(target=action, daemon=True) for action in (log, tell)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(max(0, end - time.monotonic()))
+        finally:
             os._exit(status)

@@ -1,11 +1,14 @@
-"""Sessions that are lost one after another, without a new step between: when a worker dies, say.
+"""What holds from one session of a training to the next, as sessions may be lost.
 
-This counts them, and gives up after a while. `sessions` lets a new session wait for all machines.
+`Restarts` counts those that are lost one after another, without a new step between, and gives up
+after a while. `LastStep` lets no session go on after the last step. `sessions` lets a new session
+wait for all machines.
 """
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -76,3 +79,43 @@ class Restarts:
         """Has to be called as a new session begins, after all tasks were waited for."""
         if self._lost_sessions < 2:
             self._failing_since = time.monotonic()
+
+
+class LastStep(tf.train.SessionRunHook):
+    """Ends training at its last step, also if a session is lost after that one.
+
+    In such a session's place, TensorFlow makes another one, which makes a step, whatever hooks have
+    asked for in the lost one.
+
+    Args:
+      steps: how many steps training has from its beginning on; None if `max_steps` says it.
+      max_steps: the last step; None if `steps` says it, or if training ends with its input.
+    """
+
+    def __init__(self, steps: int | None, max_steps: int | None) -> None:
+        self._steps = steps
+        self._last = max_steps
+        self._is_over = False
+
+    def begin(self) -> None:
+        self._global_step = tf.train.get_global_step()
+
+    def after_create_session(self, session: tf.Session, coord: tf.train.Coordinator) -> None:
+        step = int(session.run(self._global_step))
+        if self._last is None and self._steps is not None:
+            self._last = step + self._steps
+        self._is_over = self._last is not None and step >= self._last
+        if self._is_over:
+            coord.request_stop()  # It ends a training that begins with this session.
+
+    def before_run(self, run_context: Any) -> Any:
+        if self._is_over:  # This ends a training in which another session was lost.
+            raise tf.errors.OutOfRangeError(None, None, f'Step {self._last} was the last one.')
+        return tf.train.SessionRunArgs(self._global_step)
+
+    def after_run(self, run_context: Any, run_values: Any) -> None:
+        # A step may have fetched the number of the one before.
+        if self._last is None or int(run_values.results) + 1 < self._last:
+            return
+        if int(run_context.session.run(self._global_step)) >= self._last:
+            run_context.request_stop()

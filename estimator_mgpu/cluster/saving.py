@@ -21,7 +21,6 @@ from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.devices import CHIEF, machine_of
 from estimator_mgpu.tf_internals import op_types
 
-_LAST_SAVE = tf.train.CheckpointSaverHook.end.__code__
 _CANNOT_READ = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
@@ -78,18 +77,18 @@ def _read(task: str, path: str, notes_on: Callable[..., Notes]) -> None:
 def is_saving() -> bool:
     """Whether a thread of this process is in the method `save` of a `tf.train.Saver`."""
     stacks = [traceback.walk_stack(frame) for frame in sys._current_frames().values()]
-    return any(_is_save(frame) for stack in stacks for frame, _ in stack)
+    return any(_is_in(frame, tf.train.Saver, 'save') for stack in stacks for frame, _ in stack)
 
 
-def _is_save(frame: FrameType) -> bool:
-    """Whether a frame is that of `save` of a Saver, which may be of a user's subclass."""
-    code = frame.f_code
-    if code.co_name != 'save' or not code.co_argcount:
-        return False
-    return isinstance(frame.f_locals.get(code.co_varnames[0]), tf.train.Saver)
-
-
-def is_of_last_save(error: BaseException) -> bool:
-    """Whether an error was raised in the save after the last step, or by one of its listeners."""
+def is_of_end(error: BaseException) -> bool:
+    """Whether an error was raised as hooks came to their end, one of which saves the last step."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any(frame.f_code is _LAST_SAVE for frame in frames)
+    return any(_is_in(frame, tf.train.SessionRunHook, 'end') for frame in frames)
+
+
+def _is_in(frame: FrameType, of: type, method: str) -> bool:
+    """Whether a frame is that of a method of a class, or of a user's subclass."""
+    code = frame.f_code
+    if code.co_name != method or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), of)

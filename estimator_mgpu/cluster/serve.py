@@ -29,6 +29,15 @@ def serve(task: Task, model_dir: str) -> NoReturn:
       model_dir: where the chief leaves how it has ended.
     """
     task.busy = True
+    try:
+        ending = _ending_of_service(task, model_dir)
+    finally:  # What the script does after this may hang.
+        task.busy = False
+    ending.end_process(task.name)
+
+
+def _ending_of_service(task: Task, model_dir: str) -> Ending:
+    """Serves the chief, and returns how its process has ended."""
     with Notes(task.name, task.server.target, seconds=0) as notes:
         notes.write('process', task.incarnation)
         notes.write('version', version())
@@ -47,7 +56,8 @@ def serve(task: Task, model_dir: str) -> NoReturn:
         ending = look()
         while ending is None:
             now = time.monotonic()
-            has_to_answer = now > next_answer_at
+            # After SIGTERM it serves for a while, as the chief may be saving, and slow to answer.
+            has_to_answer = now > next_answer_at and task.sigterm_at is None
             ending = task.wait([CHIEF], look_without_chief, answering=has_to_answer)
             if ending is not None:
                 break
@@ -62,7 +72,7 @@ def serve(task: Task, model_dir: str) -> NoReturn:
                 raise SystemExit(SIGTERM_STATUS)
             time.sleep(1)
             ending = look()
-    ending.end_process(task.name)
+    return ending
 
 
 def _renew_connections(task: Task, notes: Notes) -> None:

@@ -18,7 +18,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import saving
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
-from estimator_mgpu.cluster.leadership import Leadership
+from estimator_mgpu.cluster.leadership import LONGEST_TELLING, Leadership
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.errors import user_lines
@@ -87,7 +87,7 @@ class Sigterm:
             numbers = os.read(reading_end, 4096)
 
     def end_process_soon(self) -> None:
-        """Ends the process, unless the main thread is about to do so within `_GRACE` seconds.
+        """Ends the process, unless the main thread begins to do so within `_GRACE` seconds.
 
         Time in which a training saves a checkpoint doesn't count, up to an hour, unless a task
         doesn't answer.
@@ -105,7 +105,8 @@ class Sigterm:
                     f'ends after that, or if it takes more than {_LONGEST_SAVE} seconds.'
                 )
             if self.main_thread_ends:
-                return
+                time.sleep(LONGEST_TELLING)  # It tells the others, and ends the process meanwhile.
+                os._exit(SIGTERM_STATUS)
 
         watch = self._watch()
         silent = watch.silent_tasks(_GRACE) if watch else ''
