@@ -496,7 +496,8 @@ def test_a_chief_that_was_replaced_tells_nobody(chief, pads, tmp_path):
     assert not any(pad.read('end') for pad in pads.values())
     pads[PS].notes['chief'] = ''
     chief.leadership.tell_ending('Boo', 1)
-    assert ending.read(str(tmp_path)) == before  # It hasn't left a note on any task yet.
+    assert ending.read(str(tmp_path)) == before
+    assert not pads[PS].read('end')  # Its successor hasn't left a note there yet.
 
 
 @pytest.mark.core

@@ -254,7 +254,7 @@ def test_threads(task, leadership, quick):
         wait_for(lambda: has_answered(looks, WORKER))
         task.gone = (PS,)
         task.says[WORKER] = 'other'
-        wait_for(lambda: looks.replaced_on)
+        wait_for(lambda: leadership.replaced_on)
     assert not any(thread.is_alive() for thread in looks._threads)
 
 

@@ -41,12 +41,14 @@ class Leadership:
 
     Attributes:
       has_begun: whether this chief has left its notes on the other tasks.
+      replaced_on: the name of a task that another chief leads, in the place of this one; or ''.
       untold: the tasks that have to be told how this chief ends; none if that isn't its to tell.
       model_dirs: where this chief has trained. An evaluator looks there for the chief's ending.
     """
 
     def __init__(self, task: Task) -> None:
         self.has_begun = False
+        self.replaced_on = ''
         self.untold: list[str] = []
         self.model_dirs: list[str] = []
         self._task = task
@@ -73,7 +75,8 @@ class Leadership:
 
             for task, chief in chiefs.items():
                 if self.has_begun and self.is_another(chief):
-                    raise RuntimeError(self.replacement_error(task))
+                    self.replaced_on = task
+                    raise RuntimeError(self.replacement_error())
             for task, chief in chiefs.items():
                 if chief != self._task.incarnation:
                     notes[task].write('end', '')
@@ -110,12 +113,9 @@ class Leadership:
         """
         return chief not in ('', self._task.incarnation)
 
-    def replacement_error(self, task: str) -> str:
-        """The text of the error of a chief that was replaced.
-
-        Args:
-          task: the name of a task that another chief leads.
-        """
+    def replacement_error(self) -> str:
+        """The text of the error of this chief, which was replaced."""
+        task = self.replaced_on
         return f'Another chief leads {task} at {self._task.addresses[task]}: {_REPLACED}'
 
     def fail_if_followed(self) -> None:
@@ -145,22 +145,26 @@ class Leadership:
         if not self.has_begun:
             return
         end = ending.Ending(self._task.incarnation, error, status)
-        was_replaced = self.tell_tasks(end)
+        self.tell_tasks(end)
+        if self.replaced_on:
+            return
         untold = tuple(self._task.addresses[task] for task in self.untold)
         end = end._replace(at=time.time(), untold=untold)
-        for model_dir in [] if was_replaced else self.model_dirs:
+        for model_dir in self.model_dirs:
             with contextlib.suppress(tf.errors.OpError):
                 ending.write(model_dir, end)
 
-    def tell_tasks(self, end: ending.Ending) -> bool:
+    def tell_tasks(self, end: ending.Ending) -> None:
         """Tells those of the other tasks that haven't been told yet how this chief ends.
+
+        A chief that was replaced tells nobody: a task that hasn't been led yet may be its
+        successor's.
 
         Args:
           end: how it ends.
-
-        Returns:
-          Whether this chief was replaced: then nobody is told.
         """
+        if self.replaced_on:
+            self.untold = []
         addresses = self._task.addresses
         there = reach.that_answer(addresses[task] for task in self.untold)
         with contextlib.ExitStack() as stack:
@@ -173,8 +177,9 @@ class Leadership:
                     if not self._is_own(notes):
                         continue
                     if self.is_another(notes.read('chief')):
+                        self.replaced_on = task
                         self.untold = []
-                        return True
+                        return
                     reached[task] = notes
 
             for task, notes in reached.items():
@@ -183,7 +188,6 @@ class Leadership:
                     notes.write('chief', self._task.incarnation)
                     # Another thread that ends this process may have told it meanwhile.
                     self.untold = [other for other in self.untold if other != task]
-        return False
 
     def end_process(self, error: str, status: int) -> NoReturn:
         """Ends this process from another thread than the main one, which may be in TensorFlow.

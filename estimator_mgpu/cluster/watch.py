@@ -36,13 +36,9 @@ class Watch:
     Args:
       task: this process.
       leadership: that of this process, which is the chief.
-
-    Attributes:
-      replaced_on: the name of a task that another chief leads, in the place of this one; or ''.
     """
 
     def __init__(self, task: Task, leadership: Leadership) -> None:
-        self.replaced_on = ''
         self._task = task
         self._leadership = leadership
         self._over = threading.Event()
@@ -83,8 +79,8 @@ class Watch:
 
     def fail_if_replaced(self) -> None:
         """Raises RuntimeError if a task has answered that another chief leads it."""
-        if self.replaced_on:
-            raise RuntimeError(self._leadership.replacement_error(self.replaced_on))
+        if self._leadership.replaced_on:
+            raise RuntimeError(self._leadership.replacement_error())
 
     def silent_tasks(self, seconds: float | None = None) -> str:
         """Says which tasks haven't answered lately, and for how long; '' if all have.
@@ -110,7 +106,7 @@ class Watch:
         self._answered_at[name] = time.monotonic()
         self._drop_connections_to_old_process(name, known, notes.read('process'))
         if has_begun and self._leadership.is_another(chief):
-            self.replaced_on = name
+            self._leadership.replaced_on = name
 
     def _drop_connections_to_old_process(self, name: str, known: str | None, process: str) -> None:
         """Ends a step that still waits for a process, of which another one has taken the place.
@@ -206,10 +202,10 @@ class Watch:
 
     def _end_if_replaced(self, now: float) -> None:
         """Ends the process if another chief has replaced it, and the present step doesn't end."""
-        if not self.replaced_on:
+        if not self._leadership.replaced_on:
             return
         if self._replaced_since is None:
             self._replaced_since = now
         if now - self._replaced_since > _GRACE:
-            error = self._leadership.replacement_error(self.replaced_on)
+            error = self._leadership.replacement_error()
             self._leadership.end_process(error, 1)
