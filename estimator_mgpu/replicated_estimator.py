@@ -47,19 +47,15 @@ class EstimatorOptions(CommonOptions, total=False):
     microbatches: int | Literal['auto']
 
 
-def _of_checkpoint(export: Any) -> Any:
-    """A method of Estimator's that exports a checkpoint; its errors with these are explained."""
+def _explains_checkpoint_errors(method: Any) -> Any:
+    """A method of Estimator's whose errors with checkpoints are explained."""
 
-    @functools.wraps(export)
+    @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = inspect.signature(export).bind(*args, **kwargs)
-        estimator = bound.arguments['self']
-        path = bound.arguments.get('checkpoint_path')
-        with checkpoint_files.checked_files(estimator.model_dir, path):
-            # Not by the method `latest_checkpoint`, by which an evaluator ends.
-            latest = tf.train.latest_checkpoint(estimator.model_dir)
-            bound.arguments['checkpoint_path'] = path or latest
-            return export(*bound.args, **bound.kwargs)
+        arguments = inspect.signature(method).bind(*args, **kwargs).arguments
+        path = arguments.get('checkpoint_path')
+        with checkpoint_files.checked_files(arguments['self'].model_dir, path):
+            return method(*args, **kwargs)
 
     return call
 
@@ -178,18 +174,12 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         towers = resolve(self._model_fn.replicate_options['devices'], self._config.machines)
         return machine_input.read(call, input_fn, towers)
 
-    def latest_checkpoint(self) -> Any:
-        """As Estimator's. An evaluator ends as the chief has, after the last checkpoint."""
-        if self._follower is None:
-            return super().latest_checkpoint()
-        return self._follower.follow(super().latest_checkpoint)
-
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
         tf_estimator.check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
-    export_saved_model = _of_checkpoint(EstimatorV2.export_saved_model)
-    experimental_export_all_saved_models = _of_checkpoint(
+    export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
+    experimental_export_all_saved_models = _explains_checkpoint_errors(
         EstimatorV2.experimental_export_all_saved_models
     )
 

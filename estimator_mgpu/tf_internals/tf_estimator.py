@@ -49,6 +49,23 @@ def before_each_run_config(call: Callable[[], None]) -> None:
     _run_config_module.RunConfig.__init__ = init
 
 
+def before_each_evaluation(call: Callable[[Any], None]) -> None:
+    """Has a function called each time that train_and_evaluate() looks for a new checkpoint.
+
+    Args:
+      call: the function, of the estimator. An evaluator looks again and again.
+    """
+    evaluator = _training_module._TrainingExecutor._Evaluator
+    original = evaluator.evaluate_and_export
+
+    @functools.wraps(original)
+    def evaluate_and_export(self: Any) -> Any:
+        call(self._estimator)
+        return original(self)
+
+    evaluator.evaluate_and_export = evaluate_and_export
+
+
 def strategies_of(config: Any) -> dict[str, Any]:
     """Returns the strategies of tf.distribute that a RunConfig has, by its arguments' names.
 
@@ -272,4 +289,5 @@ EstimatorV2: Any = _estimator_module.EstimatorV2
 _run_config_module: Any = importlib.import_module(
     'tensorflow_estimator.python.estimator.run_config'
 )
+_training_module: Any = importlib.import_module('tensorflow_estimator.python.estimator.training')
 get_default_session_config: Any = _run_config_module.get_default_session_config
