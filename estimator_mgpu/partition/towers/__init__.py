@@ -36,5 +36,6 @@ What waits for what:
 - `turns`: micro-batches are turns of a device, each with a tower; `schedule`: which ops take
   turns; `activation_bytes`: how much a step keeps in memory then; `turn_gates`: what lets a turn
   wait for the one before.
-- `edges`: all of that, before it's in the graph.
+- `edges`: what waits for what, by data or control, before it's in the graph: by it, `schedule`
+  chooses.
 """
