@@ -134,7 +134,7 @@ def rank(tensor: tf.Tensor, sizes: Sizes) -> int:
     return len(_dims(tensor, sizes))
 
 
-def word(count: int, unsharded: Sequence[int] = ()) -> str:
+def word(count: int, unsharded: Sequence[int]) -> str:
     """A word with a letter for each of `count` dimensions, but `_` for unsharded ones: 'a_c'."""
     letters = enumerate(string.ascii_lowercase[:count])
     marks = ['_' if axis in unsharded else letter for axis, letter in letters]
