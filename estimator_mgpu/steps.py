@@ -1,4 +1,4 @@
-"""What is known of a graph's training steps, for hooks, `explain` and `verify`.
+"""What is known of a graph's steps, for hooks, reports, errors, and advice on memory.
 
 In: the `Step` that `replicate()` records in the graph that it has built. Out: the same, to whoever
 has the graph.
@@ -21,11 +21,11 @@ def is_count(value: Any) -> bool:
 
 
 class Step(NamedTuple):
-    """What is known of a training step."""
+    """What is known of a step."""
 
     examples: int | tf.Tensor | None  # In the global batch: an int if it's static.
     loss: tf.Tensor | None
-    devices: list[str]  # Of the towers; none if the model_fn isn't replicated.
+    devices: list[str]  # One for each chain of towers; none if the model_fn isn't replicated.
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
     schedule: Any = None  # Which ops run in turns, a `Schedule`; None without micro-batches.
     recomputation: Any = None  # What is computed twice, a `Recomputation`; None if not asked for.

@@ -215,7 +215,7 @@ ON_DEVICES = {
 }
 
 
-class Traffic(NamedTuple):
+class Exchanged(NamedTuple):
     """What the devices of a machine send each other in a step.
 
     Attributes:
@@ -288,7 +288,7 @@ def count_on_devices(name, count, machines=1):
     busiest = max(of_machines.values(), default=0) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
     ops = len(graph.get_operations())
-    return Traffic(sent, received, messages, hops(results, HOST), ring, busiest, ops, dividing)
+    return Exchanged(sent, received, messages, hops(results, HOST), ring, busiest, ops, dividing)
 
 
 def hops(results, first):
@@ -378,15 +378,15 @@ def print_devices():
     sizes = [(1, int(count)) for count in FLAGS.gpus] + [(int(m), 4) for m in FLAGS.clusters]
     for name in FLAGS.networks:
         for machines, count in sizes:
-            traffic = count_on_devices(name, count, machines)
+            exchanged = count_on_devices(name, count, machines)
             sent, received = (
-                max(moved.values(), default=0) / (traffic.ring or 1) for moved in traffic[:2]
+                max(moved.values(), default=0) / (exchanged.ring or 1) for moved in exchanged[:2]
             )
-            of_machines = traffic.machines / (2 * (machines - 1) / machines or 1)
+            of_machines = exchanged.machines / (2 * (machines - 1) / machines or 1)
             print(
                 f'{name:12} {machines:8} {machines * count:5} {sent:16.2f} {received:9.2f} '
-                f'{of_machines:12.2f} {traffic.messages:9} {traffic.hops:5} {traffic.ops:7} '
-                f'{traffic.dividing:9.2f}',
+                f'{of_machines:12.2f} {exchanged.messages:9} {exchanged.hops:5} {exchanged.ops:7} '
+                f'{exchanged.dividing:9.2f}',
                 flush=True,
             )
 

@@ -20,7 +20,12 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns import later_gradients
-from estimator_mgpu.model_fns.spec_results import decide_order, result_ops, results_of_step
+from estimator_mgpu.model_fns.spec_results import (
+    decide_order,
+    result_ops,
+    results_of_step,
+    with_full_values,
+)
 from estimator_mgpu.optimizer import gradients_by_call
 from estimator_mgpu.partition import fetches
 from estimator_mgpu.partition.divide import divide
@@ -30,13 +35,10 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
 )
-from estimator_mgpu.partition.towers.build_towers import Towers
 from estimator_mgpu.partition.towers.variable_devices import place_variables
 from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection
-
-_RESULTS = ('loss', 'predictions', 'train_op', 'eval_metric_ops')  # of an EstimatorSpec
 
 
 def build(
@@ -217,7 +219,7 @@ def _divided(
     )
     if towers is None:
         return spec, step._replace(nothing_is_sharded=True)
-    spec = _with_full_values(spec, towers)
+    spec = with_full_values(spec, towers)
     fetches.give_values(graph, towers.make_values_of_stateful_ops())
     return spec, step._replace(
         loss=spec.loss,
@@ -245,17 +247,6 @@ def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
     """Whether activations are computed again, as it was asked for and there are gradients."""
     trains = spec.mode == tf_estimator.estimator.ModeKeys.TRAIN
     return options['recompute'] and trains and spec.train_op is not None
-
-
-def _with_full_values(spec: Any, towers: Towers) -> Any:
-    """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
-
-    def full_value(leaf: Any) -> Any:
-        return towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf
-
-    results = {name: getattr(spec, name) for name in _RESULTS}
-    full = tf.nest.map_structure(full_value, results, expand_composites=True)
-    return spec._replace(**full)
 
 
 def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:

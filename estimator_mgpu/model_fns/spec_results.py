@@ -1,4 +1,4 @@
-"""What an EstimatorSpec gives, and what of it a step is run for."""
+"""What an EstimatorSpec gives: loss, predictions, metrics; and what of it a step is run for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.open_pairs import OpenPair, decide_open_pairs
+from estimator_mgpu.partition.towers.build_towers import Towers
 from estimator_mgpu.tf_internals import tf_estimator
+
+_RESULTS = ('loss', 'train_op', 'predictions', 'eval_metric_ops')  # of an EstimatorSpec
 
 
 def result_ops(spec: Any) -> list[tf.Operation]:
     """The ops of all that an EstimatorSpec gives for a step, in any mode."""
-    return _ops_of([spec.loss, spec.train_op, spec.predictions, spec.eval_metric_ops])
+    return _ops_of([getattr(spec, name) for name in _RESULTS])
 
 
 def results_of_step(spec: Any) -> list[tf.Tensor | tf.Operation]:
@@ -45,6 +48,17 @@ def decide_order(spec: Any) -> list[OpenPair]:
     elif spec.mode == modes.PREDICT:
         results = spec.predictions
     return decide_open_pairs(tf.get_default_graph(), _ops_of(results))
+
+
+def with_full_values(spec: Any, towers: Towers) -> Any:
+    """An EstimatorSpec whose results are full values: of the global batch, not of one tower."""
+
+    def full_value(leaf: Any) -> Any:
+        return towers.full_value(leaf) if isinstance(leaf, tf.Tensor) else leaf
+
+    results = {name: getattr(spec, name) for name in _RESULTS}
+    full = tf.nest.map_structure(full_value, results, expand_composites=True)
+    return spec._replace(**full)
 
 
 def _ops_of(results: Any) -> list[tf.Operation]:

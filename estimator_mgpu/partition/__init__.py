@@ -5,6 +5,8 @@ ops on each device, and the same results. `divide` has the steps in order, in th
 
     rewrites/ -> propagation/ (asks rules/) -> a Plan -> towers/
 
-They hand on a `division`. `placements`, `plan` and `sizes` are the data in it. Afterwards,
-`fetches` gives whoever fetches a tensor that touches state its value of the step.
+They hand on a `division`. `placements`, `plan` and `sizes` are the data in it. `size_inference`
+works out sizes from the graph, by the `value_functions` of ops; `byte_counts` estimates bytes of
+tensors. `order/` says throughout in which order the graph touches state. Afterwards, `fetches`
+gives whoever fetches a tensor that touches state its value of the step.
 """

@@ -191,7 +191,7 @@ class Positions(CountedByTower):
 
 
 @dataclass(frozen=True)
-class Places(CountedByTower):
+class PlacesOfIds(CountedByTower):
     """For each row the place of its id among the different ones, as `tf.unique` gives it.
 
     Each tower has different ids of its own.
@@ -203,7 +203,7 @@ class Places(CountedByTower):
 
 ListPlacement = Union[ShardList, RowList, SizeList, NestedList, ReplicateList]
 Placement = Union[
-    Replicate, Shard, Partial, ListPlacement, ByBranch, ElementShape, Flow, Positions, Places
+    Replicate, Shard, Partial, ListPlacement, ByBranch, ElementShape, Flow, Positions, PlacesOfIds
 ]
 
 

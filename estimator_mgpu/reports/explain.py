@@ -50,7 +50,7 @@ class Explanation(NamedTuple):
     dimensions count as 1.
     """
 
-    towers: list[str]  # one device string a tower
+    towers: list[str]  # one device string a tower; micro-batches of a device count as one
     examples_per_tower: list[int] | None  # None if the batch size isn't static
     variables: dict[str, int]  # bytes of variables, slots and the like included, by device
     gradients: list[Gradient]

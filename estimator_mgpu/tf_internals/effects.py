@@ -155,7 +155,7 @@ def _takes_references(definition: Any) -> bool:
 
 
 def upstream_side_effects(
-    order: Sequence[tf.Operation], also: Sequence[str] = ()
+    order: Sequence[tf.Operation], also: Sequence[str]
 ) -> dict[tf.Operation, int]:
     """For each op, the ops with side effects that it depends on, and itself, as bits of an int.
 

@@ -67,9 +67,7 @@ def made_for(served: tf.Operation, functions: Mapping[str, Any] = _NONE) -> Iter
     give(served, ops[count:], functions)
 
 
-def give(
-    served: tf.Operation, ops: Sequence[tf.Operation], functions: Mapping[str, Any] = _NONE
-) -> None:
+def give(served: tf.Operation, ops: Sequence[tf.Operation], functions: Mapping[str, Any]) -> None:
     """Gives ops the traceback of the one that they serve.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -127,3 +127,11 @@ def union_of(bits: Iterable[int]) -> int:
         if both != result:
             result = others if both == others else both
     return result
+
+
+def positions_of(bits: int) -> Iterator[int]:
+    """The positions of bits, the lowest first: 0 and 2 of 0b101."""
+    while bits:
+        lowest = bits & -bits
+        yield lowest.bit_length() - 1
+        bits ^= lowest

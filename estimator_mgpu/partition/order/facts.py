@@ -20,7 +20,7 @@ from estimator_mgpu.partition.order.accesses import (
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.liveness import Liveness
-from estimator_mgpu.tf_internals.upstream import CertainWaits, upstream_bits
+from estimator_mgpu.tf_internals.upstream import CertainWaits, positions_of, upstream_bits
 
 VARIABLE = 'ESTIMATOR_MGPU_CHECK'
 """The environment variable that switches the check on."""
@@ -117,12 +117,7 @@ class Facts:
         return found
 
     def _names_of(self, bits: int) -> set[str]:
-        names = set()
-        while bits:
-            lowest = bits & -bits
-            names.add(self._touching[lowest.bit_length() - 1])
-            bits ^= lowest
-        return names
+        return {self._touching[position] for position in positions_of(bits)}
 
 
 def read_state(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> Iterable[tf.Operation]:

@@ -28,7 +28,12 @@ from estimator_mgpu.tf_internals import function_calls, graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered
 from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.liveness import Frame, Liveness
-from estimator_mgpu.tf_internals.upstream import CertainWaits, union, upstream_bits
+from estimator_mgpu.tf_internals.upstream import (
+    CertainWaits,
+    positions_of,
+    union,
+    upstream_bits,
+)
 
 
 class Order:
@@ -224,10 +229,7 @@ class Order:
 
     def _ops_of(self, bits: int) -> Iterator[tf.Operation]:
         """The ops of bits."""
-        while bits:
-            lowest = bits & -bits
-            yield self._ops[lowest.bit_length() - 1]
-            bits ^= lowest
+        return (self._ops[position] for position in positions_of(bits))
 
     def _can_be_waited_for(self, op: tf.Operation) -> bool:
         """Whether an op can be waited for by ops that are in no loop and may not be dead."""

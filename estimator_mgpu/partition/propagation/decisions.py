@@ -236,16 +236,6 @@ def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial)
     return Decision(OpPlan(needs), [partial] * len(op.outputs))
 
 
-def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> str:
-    """Why an op runs once for which nothing else was said."""
-    if not has_rule(scope, op):
-        return f'no rule for {op.type}'
-    of_batch = all(rows_of(placement) in (None, scope.batch) for placement in placements)
-    if of_batch:
-        return f'this {op.type} needs all examples'
-    return f"the examples of this {op.type}'s inputs may not be the batch's"
-
-
 def has_rule(scope: Scope, op: tf.Operation) -> bool:
     """Whether there is a rule for the op's type, of any kind."""
     if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls or op.type in _SELECTIONS:

@@ -29,14 +29,9 @@ from estimator_mgpu.partition.propagation.branches import (
     decide_merge,
     decide_switch,
 )
-from estimator_mgpu.partition.propagation.decisions import (
-    decide,
-    default_reason,
-    has_rule,
-    pass_on,
-    passed_partial,
-)
+from estimator_mgpu.partition.propagation.decisions import decide, pass_on, passed_partial
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
+from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
@@ -128,15 +123,6 @@ def propagate(
                 frames=_frames(scope, order),
                 in_loops=scope.in_loops,
             )
-
-
-def _reason_of_first_user(reasons_by_user: Mapping[str, str]) -> str:
-    """Of the ops that need all of a list, the reason of the first one.
-
-    Args:
-      reasons_by_user: why each of them needs all of it, by its name.
-    """
-    return next(iter(reasons_by_user.values()))
 
 
 def _boundary(unit: Unit) -> Sequence[tf.Operation]:
@@ -248,24 +234,12 @@ class _Pass:
         if op.type in op_types.SHAPE_QUERIES:
             self._run_unsharded(op, placements, '')  # It needs no values, and so no reason.
         else:
-            reason = self._reason_of_lists(op)
+            reason = reason_of_lists_made(self.scope, _boundary(op))
             if reason is None:
                 self._decide(op, placements)
             else:
                 self._run_unsharded(op, placements, reason)
         self._visited.update(_boundary(op))
-
-    def _reason_of_lists(self, op: Unit) -> str | None:
-        """Why an op runs once for the sake of a list that it makes; None if it needn't.
-
-        It has to if another op needs all of the list, as a list can't be gathered.
-        """
-        if not self.scope.run_once:  # as of almost all models
-            return None
-        for member in _boundary(op):
-            if member.name in self.scope.run_once:
-                return _reason_of_first_user(self.scope.run_once[member.name])
-        return None
 
     def _visit_group(self, op: tf.Operation) -> None:
         """Lets a `tf.group` have a copy on each tower, which waits for the tower's own ops."""
@@ -296,8 +270,8 @@ class _Pass:
                 raise NotSharded(f'{op.name} ends a branch in which the rows of its value begin')
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
-            reason = self._reason_of_pass_before(op, placements) or str(error)
-            self._run_unsharded(op, placements, reason or self._reason(op, placements))
+            reason = reason_of(self.scope, self.once, op, placements, str(error))
+            self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
 
@@ -401,28 +375,3 @@ class _Pass:
         for rearrangement in rearrangements:
             self.scope.forget(rearrangement)
             self.visit(rearrangement)
-
-    def _reason_of_pass_before(self, op: Unit, placements: Sequence[Placement]) -> str | None:
-        """Why an op needed all of a list in an earlier pass; None if it needed none.
-
-        After that pass, the maker of the list runs once, and so do all ops that use the list, in
-        this pass. Of these, the op that needed all of it keeps its own reason. Others could be
-        sharded before: they run once because of it, so its reason is theirs.
-        """
-        if not self.scope.run_once:  # Almost no model has such lists, and models have many ops.
-            return None
-        for tensor, placement in zip(op.inputs, placements):
-            users = self.scope.run_once.get(passed_on(tensor).op.name)
-            if users and not isinstance(placement, NotGatherable):
-                return users.get(op.name, _reason_of_first_user(users))
-        return None
-
-    def _reason(self, op: Unit, placements: Sequence[Placement]) -> str:
-        """Why an op runs once: if an op that makes one of its inputs does, for the same reason."""
-        reasons_before = [
-            self.once[tensor.op.name][0] for tensor in op.inputs if tensor.op.name in self.once
-        ]
-        uses_towers = any(placement != REPLICATE for placement in placements)
-        if reasons_before and (has_rule(self.scope, op) or not uses_towers):
-            return reasons_before[0]
-        return default_reason(self.scope, op, placements)

@@ -34,12 +34,8 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.propagation.decisions import (
-    decide,
-    default_reason,
-    pass_on,
-    passed_partial,
-)
+from estimator_mgpu.partition.propagation.decisions import decide, pass_on, passed_partial
+from estimator_mgpu.partition.propagation.reasons import default_reason
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero

@@ -1,10 +1,10 @@
 """The rules: for each type of op, along which dimensions it can be sharded.
 
 Comes in: an op, and the symbolic sizes of its tensors. Comes out: a `Signature`, with a label for
-each dimension, or `NotSharded`. `notation` says how a rule is written; `axes` helps with ops that
-are told their axes; each other module is a family of ops, with its table and the functions for its
-special ops. `lists`, `handles`, `selections` and `entries` are apart: functions of
-placements.
+each dimension, or `NotSharded`. `notation` says how a rule is written. `row_indices` and `zeros`
+tell rules what the graph says of a tensor. Each other module is a family of ops, with its table and
+the functions for its special ops. `lists`, `handles`, `selections` and `entries` are apart: these
+are functions of placements.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
 never a number. An op that may run only once a step, such as a print, must have none: outside of
@@ -20,7 +20,7 @@ from estimator_mgpu.partition.rules import (
     lookups,
     neural_networks,
     random,
-    reduction_ops,
+    reductions,
     shapes,
     sorting,
     sparse,
@@ -44,7 +44,7 @@ RULES: dict[str, Rule] = {
     **elementwise.RULES,
     **lookups.RULES,
     **random.RULES,
-    **reduction_ops.RULES,
+    **reductions.RULES,
     **shapes.RULES,
     **strings.RULES,
     **HEAVY,

@@ -28,7 +28,7 @@ from estimator_mgpu.partition.placements import (
     REPLICATE,
     Partial,
     Placement,
-    Places,
+    PlacesOfIds,
     Positions,
     Shard,
     rows_of,
@@ -294,7 +294,7 @@ def _data_and_ids(
     data: Placement, data_dims: Sequence[Size], ids: Placement, positions: Positions
 ) -> tuple[Need, Need] | None:
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
-    if isinstance(ids, Places):
+    if isinstance(ids, PlacesOfIds):
         is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == full_size(ids.ids)
         is_of_entries = Shard(0, ids.rows) == positions.shard
         return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
@@ -319,7 +319,7 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
         return None  # Each entry has one id.
     ids = UniqueRows(op.outputs[0].name, None, rows.origin)
     dims = [[full_size(ids)], [full_size(rows)]]
-    return Decision(OpPlan((LOCAL,)), [Shard(0, ids), Places(ids, rows)], dims)
+    return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 
 
 def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -328,7 +328,7 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     dims = sizes.dims(op.inputs[0])
     is_along_rows = sizes.numbers(op.inputs[2]) == [0] and op.get_attr('batch_dims') == 0
     is_vector = sizes.rank(op.inputs[1]) == 1
-    if not isinstance(places, Places) or not is_along_rows or not is_vector or not dims:
+    if not isinstance(places, PlacesOfIds) or not is_along_rows or not is_vector or not dims:
         return None
     if looked_up != Shard(0, places.ids) or dims[0] != full_size(places.ids):
         return None
@@ -342,7 +342,7 @@ def _gradient_of_gather(
     """`UnsortedSegmentSum`: for each id, the sum of what its entries have."""
     placement, places, _ = placements
     data_dims = sizes.dims(op.inputs[0])
-    if not isinstance(places, Places) or not data_dims or sizes.rank(op.inputs[1]) != 1:
+    if not isinstance(places, PlacesOfIds) or not data_dims or sizes.rank(op.inputs[1]) != 1:
         return None
     count = _count_of_ids(places.ids, op.inputs[2], sizes)
     if count is None:
@@ -357,7 +357,7 @@ def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     """`SparseSegmentSumGrad` and the like: gradients, each entry's place, its row, and a size."""
     _, places, positions, _ = placements
     dims = sizes.dims(op.inputs[0])
-    if not isinstance(places, Places) or not isinstance(positions, Positions) or not dims:
+    if not isinstance(places, PlacesOfIds) or not isinstance(positions, Positions) or not dims:
         return None
     gradient = _of_rows(positions, placements[0], dims)
     count = _count_of_ids(places.ids, op.inputs[3], sizes)

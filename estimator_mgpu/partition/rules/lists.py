@@ -48,7 +48,7 @@ _POP = ('TensorListPopBack', 'OptionalGetValue')
 _GET = ('TensorListGetItem', 'TensorListStack', *_POP)
 
 
-def empty_list(op: tf.Operation, placement: Placement | None = None) -> OpPlan:
+def empty_list(op: tf.Operation, placement: Placement | None) -> OpPlan:
     """How each tower makes an empty list of its own: for elements of any size.
 
     The first input of such an op is the shape of the elements, which is another one on towers.
@@ -280,7 +280,7 @@ def list_with(
     return None
 
 
-def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes, stacked: int = 0) -> ShardList | None:
+def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes, stacked: int) -> ShardList | None:
     """A list of shards like a tensor's; None if it isn't known how many entries an example has.
 
     If `stacked` is 1, the elements are those along dimension 0.

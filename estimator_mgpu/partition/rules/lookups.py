@@ -14,11 +14,11 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import FULL, IndicesOfRows, Label, SizesOf
-from estimator_mgpu.partition.rules.axes import axes_of
 from estimator_mgpu.partition.rules.notation import (
     Operand,
     Rule,
     Signature,
+    axes_of,
     by_attribute,
     rank,
     require,

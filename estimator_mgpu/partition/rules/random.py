@@ -2,7 +2,7 @@
 
 Without a seed, any numbers of the distribution are as good as others, so each tower draws those of
 its shard. With a seed, the numbers are those that one device draws: the op runs once, for the
-global batch, and towers are given slices. So does seeded dropout: its mask is drawn once.
+global batch, and towers are given slices. So the mask of seeded dropout is drawn once.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ from estimator_mgpu.partition.rules import (
     linear_algebra,
     lookups,
     neural_networks,
-    reduction_ops,
+    reductions,
     shapes,
     strings,
 )
@@ -72,7 +72,7 @@ DO_WITHOUT_ROWS = {
     *linear_algebra.RULES,
     *lookups.RULES,
     *neural_networks.DENSE,
-    *reduction_ops.RULES,
+    *reductions.RULES,
     *shapes.RULES,
     *strings.RULES,
 } - _NEED_ROWS

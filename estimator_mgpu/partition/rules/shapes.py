@@ -15,11 +15,12 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import FULL, Constant, Label, SizesOf
-from estimator_mgpu.partition.rules.axes import along_axes, axes_of
 from estimator_mgpu.partition.rules.notation import (
     NotSharded,
     Rule,
     Signature,
+    along_axes,
+    axes_of,
     rank,
     require,
     table,

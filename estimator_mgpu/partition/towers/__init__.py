@@ -34,7 +34,8 @@ What waits for what:
 
 - `waits`: control edges that keep the order of reads and writes.
 - `turns`: micro-batches are turns of a device, each with a tower; `schedule`: which ops take
-  turns; `kept`: what a step keeps in memory then; `turn_gates`: what lets a turn wait for the
-  one before.
-- `edges`: all of that, before it's in the graph.
+  turns; `activation_bytes`: how much a step keeps in memory then; `turn_gates`: what lets a turn
+  wait for the one before.
+- `edges`: what waits for what, by data or control, before it's in the graph: by it, `schedule`
+  chooses.
 """

@@ -19,7 +19,7 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
-from estimator_mgpu.partition.towers.everywhere import Everywhere
+from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
 from estimator_mgpu.partition.towers.names import Names, unused_word
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.once_devices import device_of
@@ -217,9 +217,10 @@ def _collect_nodes(
     waits = Waits(ops, plan, division.order, origins)
     packs = find_packs(division, ops, origins.device_of_full)
     slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
-    values = Values(division, origins, packs, slices, towers, nodes)
+    small = find_small(plan, division.order, towers, origins, packs, waits)
+    values = Values(division, origins, packs, small.packs, slices, towers, nodes)
     sender = Sender(values, packs, slices, devices, nodes)
-    everywhere = Everywhere(plan, division.order, towers, values, sender, waits, nodes)
+    everywhere = Everywhere(small, plan, towers, values, nodes)
     copies = Copies(plan, towers, values, sender, waits, everywhere, nodes)
 
     for name, op_plan in plan.ops.items():

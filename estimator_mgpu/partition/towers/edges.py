@@ -1,4 +1,7 @@
-"""What waits for what in a graph with its towers, before these are added to it.
+"""A graph with its towers, before these are added to it: units, and the edges between them.
+
+Turns are chosen by it, as it tells by way of which units a tower needs something of another one.
+Which control edges there are is decided in `waits`.
 
 In: the nodes that are to be added, and what the user's ops will be given. Out: a `Unit` for each
 node, and the units that it waits for.

@@ -20,7 +20,8 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -32,8 +33,8 @@ from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.once_devices import device_of
+from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.packing import Pack
-from estimator_mgpu.partition.towers.sending import Sender
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
@@ -44,42 +45,117 @@ _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
 
 
-class Everywhere:
-    """Makes small values on every device that needs them.
+class Small(NamedTuple):
+    """The small values that every device may make for itself.
+
+    Attributes:
+      behind: the ops that lead from partial results to each of them, by its name.
+      packs: the partial sums of one op that share a message to each device, by their names. Such
+        are the two that the gradient of batch normalization needs.
+    """
+
+    behind: dict[str, frozenset[tf.Operation]]
+    packs: dict[str, Pack]
+
+
+def find_small(
+    plan: Plan,
+    order: Order,
+    towers: Sequence[Tower],
+    origins: Origins,
+    packs: Mapping[str, Pack],
+    waits: Waits,
+) -> Small:
+    """Finds the small values that every device may make for itself.
 
     Args:
       plan: which ops are sharded.
       order: in which the user's graph touched state.
       towers: those that have local values.
-      values: these, and full values.
-      sender: knows what is packed.
+      origins: tells which full values are made from these.
+      packs: those of tensors that share messages with others anyhow, by name.
       waits: what the user's ops wait for.
+    """
+    devices = {tower.device for tower in towers}
+    # What logical CPU devices share is made once.
+    is_shared = len(set(map(memory_of, devices))) == 1
+    if is_shared or len(devices) > _MOST_DEVICES * len(set(map(machine_of, devices))):
+        return Small({}, {})
+
+    behind: dict[str, frozenset[tf.Operation]] = {}
+    for op in plan.order:
+        before = [behind[operand.name] for operand in op.inputs if operand.name in behind]
+        ops = frozenset([op]).union(*before)
+        is_copied = before and len(ops) <= _MOST_OPS and _can_be_copied(op, plan, order, waits)
+        for tensor in filter(_is_small, op.outputs):
+            if isinstance(plan.placements.get(tensor.name), Partial):
+                if origins.is_made_from_all(tensor) and tensor.name not in packs:
+                    behind[tensor.name] = frozenset()
+            elif is_copied:
+                behind[tensor.name] = ops
+    return Small(behind, _packs_of_ops(plan, behind))
+
+
+def _packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
+    """The partial sums of one op that share a message, by their names.
+
+    Args:
+      plan: which ops give them.
+      small: the names of the values that devices may make.
+    """
+    packs: dict[str, Pack] = {}
+    for op in plan.order:
+        sums = defaultdict[Hashable, list[tf.Tensor]](list)
+        for tensor in op.outputs:
+            placement = plan.placements.get(tensor.name)
+            if not isinstance(placement, Partial) or placement.reduce != 'sum':
+                continue
+            if tensor.name in small and tensor.consumers() and tensor.shape.rank:
+                sums[placement.rows, tensor.dtype].append(tensor)
+        for tensors in sums.values():
+            if len(tensors) > 1:
+                packs.update(dict.fromkeys([one.name for one in tensors], Pack(tensors)))
+    return packs
+
+
+def _can_be_copied(op: tf.Operation, plan: Plan, order: Order, waits: Waits) -> bool:
+    """Whether an op that runs once only computes, whenever its operands are there."""
+    return (
+        op.name not in plan.ops
+        and not order.bits(op)
+        and not waits.of_op(op)
+        and not waits.added(op)
+        and op.type not in op_types.FUNCTION_CALLERS
+        and not order.liveness.is_in_loop(op)
+        and not order.liveness.may_be_dead(op)
+    )
+
+
+class Everywhere:
+    """Makes small values on every device that needs them.
+
+    Args:
+      small: those that may be made on every device.
+      plan: which ops are sharded.
+      towers: those that have local values.
+      values: these, and full values.
       nodes: where nodes are added.
     """
 
     def __init__(
         self,
+        small: Small,
         plan: Plan,
-        order: Order,
         towers: Sequence[Tower],
         values: Values,
-        sender: Sender,
-        waits: Waits,
         nodes: NodeBuilder,
     ):
+        self._behind = small.behind
         self._plan = plan
-        self._order = order
         self._values = values
-        self._sender = sender
-        self._waits = waits
         self._nodes = nodes
         self._devices = list(dict.fromkeys(tower.device for tower in towers))
         self._machines = {machine_of(device) for device in self._devices}
-        # What logical CPU devices share is made once.
-        is_shared = len({memory_of(device) for device in self._devices}) == 1
-        is_off = is_shared or len(self._devices) > _MOST_DEVICES * len(self._machines)
-        self._behind = {} if is_off else self._find_behind()
-        values.packs_of_ops.update(self._find_packs())
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 
     def value(self, tensor: tf.Tensor, device: str) -> str | None:
@@ -94,54 +170,6 @@ class Everywhere:
             return device
         home = self._values.origins.device_of_full(tensor) or self._devices[0]
         return relay(self._devices, device, home) or home
-
-    def _find_behind(self) -> dict[str, frozenset[tf.Operation]]:
-        """The ops that lead from partial results to each tensor that devices may make, by name."""
-        behind: dict[str, frozenset[tf.Operation]] = {}
-        for op in self._plan.order:
-            before = [behind[operand.name] for operand in op.inputs if operand.name in behind]
-            ops = frozenset([op]).union(*before)
-            is_copied = before and len(ops) <= _MOST_OPS and self._can_be_copied(op)
-            for tensor in filter(_is_small, op.outputs):
-                if isinstance(self._plan.placements.get(tensor.name), Partial):
-                    is_reduced = self._values.origins.is_made_from_all(tensor)
-                    if is_reduced and not self._sender.is_packed(tensor):
-                        behind[tensor.name] = frozenset()
-                elif is_copied:
-                    behind[tensor.name] = ops
-        return behind
-
-    def _find_packs(self) -> dict[str, Pack]:
-        """The partial sums of one op that share a message to each device, by their names.
-
-        Such are the two that the gradient of batch normalization needs.
-        """
-        packs: dict[str, Pack] = {}
-        for op in self._plan.order:
-            sums = defaultdict[Hashable, list[tf.Tensor]](list)
-            for tensor in op.outputs:
-                placement = self._plan.placements.get(tensor.name)
-                if not isinstance(placement, Partial) or placement.reduce != 'sum':
-                    continue
-                if tensor.name in self._behind and tensor.consumers() and tensor.shape.rank:
-                    sums[placement.rows, tensor.dtype].append(tensor)
-            for tensors in sums.values():
-                if len(tensors) > 1:
-                    packs.update(dict.fromkeys([one.name for one in tensors], Pack(tensors)))
-        return packs
-
-    def _can_be_copied(self, op: tf.Operation) -> bool:
-        """Whether an op that runs once only computes, whenever its operands are there."""
-        liveness = self._order.liveness
-        return (
-            op.name not in self._plan.ops
-            and not self._order.bits(op)
-            and not self._waits.of_op(op)
-            and not self._waits.added(op)
-            and op.type not in op_types.FUNCTION_CALLERS
-            and not liveness.is_in_loop(op)
-            and not liveness.may_be_dead(op)
-        )
 
     def _made_on(self, tensor: tf.Tensor, device: str) -> str:
         """The value of a tensor: made on this device, if partial results lead to it."""

@@ -101,8 +101,9 @@ class Handed:
         for column, piece in zip(columns, _split(nodes, columns, value, dtype)):
             position = _in_column(column, value.position, level)
             of_column = self._send(piece, value.device, position)
-            for part, piece in zip(column, _split(nodes, [[p] for p in column], of_column, dtype)):
-                sent = self._send(piece, of_column.device, part.position)
+            slices_of_column = _split(nodes, [[part] for part in column], of_column, dtype)
+            for part, value_of_slice in zip(column, slices_of_column):
+                sent = self._send(value_of_slice, of_column.device, part.position)
                 self._sent[part.position, len(part.position)] = sent.name
             self._sent[position, level + 1] = of_column.name
 

@@ -21,7 +21,7 @@ joins, and so three stretches to choose from:
 The one with the most bytes of activations is chosen. It's worth it only if little has to be kept
 for all turns until a join is there. If the norm is that of the gradients of both layers, that is
 nothing but these. But if the mean was at the end of the network, the activations of both layers
-would be kept for their gradients, and nothing would be saved: see `kept`.
+would be kept for their gradients, and nothing would be saved: see `activation_bytes`.
 
 In: the units of a step, before they are in the graph. Out: a `Schedule`, by which `turn_gates` lets
 ops wait for their turn.
@@ -36,8 +36,8 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.towers.activation_bytes import Activations, Stage
 from estimator_mgpu.partition.towers.edges import Result, StepUnits, Unit
-from estimator_mgpu.partition.towers.kept import Activations, Stage
 from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.effects import has_side_effect

@@ -231,7 +231,7 @@ class Slices:
         }
 
     def _base_of_reads(self, sums: Mapping[str, Shares]) -> dict[str, float]:
-        """What each place sends: that, and the slices of gradients that others add up."""
+        """As `_unsliced_base`, with the slices of gradients that each place sends to others."""
         base = self._unsliced_base()
         for name, shares in sums.items():
             owner = self._owner(name)  # Its own part of a gradient isn't sent.

@@ -59,6 +59,7 @@ class Values:
       division: the graph, and its plan.
       origins: where full values come from.
       packs: by the names of tensors that share a message with others.
+      packs_of_ops: by the names of small partial sums that are reduced with others of their op.
       slices: which sums are made in slices.
       towers: those that have local values.
       nodes: where nodes are added.
@@ -69,6 +70,7 @@ class Values:
         division: Division,
         origins: Origins,
         packs: Mapping[str, Pack],
+        packs_of_ops: Mapping[str, Pack],
         slices: Slices,
         towers: Sequence[Tower],
         nodes: NodeBuilder,
@@ -81,12 +83,11 @@ class Values:
         self._nodes = nodes
         self._order = division.order
         self._packs = packs
+        self._packs_of_ops = packs_of_ops
         self._slices = slices
         self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
         self._shards = {plan.rows: self.batch_shards}
 
-        self.packs_of_ops: dict[str, Pack] = {}
-        """By the names of partial sums, those that they are reduced with, as `Everywhere` finds."""
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
 
@@ -344,8 +345,8 @@ class Values:
             return self._reduce_moments(tensor, placement.rows, device)
         shards = self.shards_of(placement.rows)
         dtype = tensor.dtype.base_dtype
-        if tensor.name in self.packs_of_ops:
-            pack = self.packs_of_ops[tensor.name]
+        if tensor.name in self._packs_of_ops:
+            pack = self._packs_of_ops[tensor.name]
             return self._reduce_pack(pack, shards, dtype, device)[tensor.name]
         values = [self.local(tensor, tower) for tower in self._towers]
         is_known = tensor.shape.is_fully_defined()

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.order import Order
-from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
+from estimator_mgpu.partition.rewrites.recomputation.kept_activations import Forward, Use
 from estimator_mgpu.tf_internals import function_calls, graphs, private
 from estimator_mgpu.tf_internals.upstream import upstream_bits
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence, Set
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.order import Order
-from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, Use
+from estimator_mgpu.partition.rewrites.recomputation.kept_activations import Forward, Use
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.upstream import upstream_bits

@@ -29,13 +29,13 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.order import Order
-from estimator_mgpu.partition.rewrites.recomputation.forward import Forward, uses_of_copies
 from estimator_mgpu.partition.rewrites.recomputation.forward_copies import (
     add_copies,
     let_writes_wait,
     ops_to_copy,
 )
 from estimator_mgpu.partition.rewrites.recomputation.gradients import gradients_before_segments
+from estimator_mgpu.partition.rewrites.recomputation.kept_activations import Forward, uses_of_copies
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.tf_internals import private
 

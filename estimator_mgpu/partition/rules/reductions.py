@@ -13,8 +13,15 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.plan import Constant
-from estimator_mgpu.partition.rules.axes import along_axes, axes_of
-from estimator_mgpu.partition.rules.notation import NotSharded, Rule, Signature, rank, table
+from estimator_mgpu.partition.rules.notation import (
+    NotSharded,
+    Rule,
+    Signature,
+    along_axes,
+    axes_of,
+    rank,
+    table,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 
 
