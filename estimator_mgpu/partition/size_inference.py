@@ -137,18 +137,16 @@ class Sizes:
             self.set_dims(tensor, [full_size(rows), *dims[1:]])
 
     def selections(
-        self, which: tf.Tensor, outputs: Sequence[tf.Tensor], rows: RowSpace
+        self, key: Hashable, outputs: Sequence[tf.Tensor], rows: RowSpace
     ) -> tuple[SelectedRows, ...]:
-        """The row spaces of the selections that an op makes of rows.
-
-        Ops that put rows into the same selections have the same.
+        """The row spaces of the selections that are made of rows.
 
         Args:
-          which: says in which selection each row is: a number, or by a mask whether it's in one.
-          outputs: of the op, one for each selection.
+          key: what says how many entries of each row are in which selection. Selections of which
+            the same says it are the same.
+          outputs: tensors with the entries, one for each selection.
           rows: what the selections are made of.
         """
-        key = which.name, outputs[0].op.type, len(outputs)
         picked_from = None
         if isinstance(rows, SelectedRows) and not rows.is_ordered:
             picked_from = rows
@@ -157,7 +155,7 @@ class Sizes:
             kind(selection.name, None, origin_of(rows), picked_from=picked_from)
             for selection in outputs
         ]
-        return self.same_for(key, tuple(made))
+        return self.same_for((key, rows), tuple(made))
 
     def same_for(self, key: Hashable, rows: T) -> T:
         """Row spaces that are the same wherever the key is: those that were given first."""

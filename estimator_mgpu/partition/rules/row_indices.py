@@ -50,7 +50,7 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
     Such as [[0, 0], [0, 1], [1, 0], [1, 1]], those of a sparse tensor without gaps. `rows` are
     those of which there are all.
     """
-    indices = _behind_casts(indices)
+    indices = behind_casts(indices)
     first = _first_numbers(indices, sizes)
     if first is None and indices.op.type == 'Transpose':
         columns = indices.op.inputs[0].op
@@ -73,14 +73,14 @@ def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
       rows: how many rows the tensor has in which the indices are looked up.
       sizes: of tensors.
     """
-    indices = _behind_casts(indices)
+    indices = behind_casts(indices)
     if indices.op.type == 'Reshape' and sizes.rank(indices) == 1:
         indices = indices.op.inputs[0]  # Of a matrix, say, with the numbers of a row in each row.
     dims = sizes.dims(indices) or [Size(-1)]
     return bool(dims[0].same_as(rows)) and _is_position(indices, 0, sizes)
 
 
-def _behind_casts(indices: tf.Tensor) -> tf.Tensor:
+def behind_casts(indices: tf.Tensor) -> tf.Tensor:
     """What indices were before identities, and casts that keep all numbers of rows."""
     while indices.op.type in ('Cast', 'Identity') and indices.dtype in _NUMBERS_OF_ROWS:
         indices = indices.op.inputs[0]

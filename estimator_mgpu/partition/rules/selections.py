@@ -37,6 +37,7 @@ from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
     Constant,
+    CountedFromFirst,
     Decision,
     LocalRange,
     LocalShape,
@@ -53,6 +54,9 @@ from estimator_mgpu.partition.rules import (
     shapes,
     strings,
 )
+from estimator_mgpu.partition.rules.row_indices import are_rows
+from estimator_mgpu.partition.rules.row_lengths import of_sequence_mask
+from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
 
@@ -125,7 +129,8 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     if factor is None:
         return None
 
-    selections = sizes.selections(which, op.outputs, rows)
+    key = which.name, op.type, len(op.outputs)
+    selections = sizes.selections(key, op.outputs, rows)
     need: Need
     outputs: list[Placement]
     if _is_range(data, sizes):
@@ -196,7 +201,8 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     # A mask that is reshaped has the same true entries.
     while mask.op.type in _SAME_ENTRIES:
         mask = mask.op.inputs[0]
-    [selection] = sizes.selections(mask, op.outputs, rows)
+    key = of_sequence_mask(mask, sizes) or (mask.name, op.type)
+    [selection] = sizes.selections(key, op.outputs, rows)
     columns = Size(sizes.rank(op.inputs[0]))
     positions = Positions(selection, (), rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[full_size(selection), columns]])
@@ -233,6 +239,32 @@ def _keep_positions(
 def _are_one(columns: list[Size]) -> bool:
     """Whether these are the columns of a matrix that has one, or those of a vector."""
     return columns in ([], [ONE])
+
+
+def _zeros_like(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`ZerosLike`: zeros, as many as positions."""
+    [positions] = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, Positions) or not dims:
+        return None
+    return Decision(OpPlan((LOCAL,)), [positions.shard], [dims])
+
+
+def _with_zero(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Maximum` and `GreaterEqual` of positions and zeros, in gradients of sums by segments.
+
+    A position that is counted from a tower's first row is negative if it was so before: only the
+    first tower is given such.
+    """
+    positions, zeros = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, Positions) or not dims or not is_zero(op.inputs[1]):
+        return None
+    is_scalar = op.inputs[1].shape.rank == 0
+    if not is_scalar and (zeros != positions.shard or sizes.dims(op.inputs[1]) != dims):
+        return None
+    placement: Placement = positions if op.type == 'Maximum' else positions.shard
+    return Decision(OpPlan((LOCAL, FULL if is_scalar else LOCAL)), [placement], [dims])
 
 
 def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -284,12 +316,23 @@ def _taken(
             factor=placement.factor,
             fill_rows=positions.fill_rows and placement.fill_rows,
         )
-    elif placement != Shard(0, positions.rows):
-        if isinstance(positions.rows, UniqueRows):
-            return None
-        need = Slice(0, positions.rows, positions.factor)
+    elif isinstance(positions.rows, UniqueRows) and placement != Shard(0, positions.rows):
+        return None
+    else:
+        if placement != Shard(0, positions.rows):
+            need = Slice(0, positions.rows, positions.factor)
+        if _are_numbers_of_rows(rows, positions.rows, sizes):
+            need = CountedFromFirst(need, positions.rows, ONE)
+            taken = dataclasses.replace(positions, selections=(), factor=ONE, fill_rows=False)
     selection_dims = [positions.count, *dims[named:]]
     return Decision(OpPlan((need, LOCAL, *more_needs)), [taken], [selection_dims])
+
+
+def _are_numbers_of_rows(tensor: tf.Tensor, rows: RowSpace, sizes: Sizes) -> bool:
+    """Whether a vector has, for each entry of a row, the number of the row: `[0, 0, 1, 1]`, say."""
+    if isinstance(rows, SelectedRows) or sizes.rank(tensor) != 1:
+        return False
+    return tensor.dtype in _INDEX_TYPES and are_rows(tensor, full_size(rows), sizes)
 
 
 def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -358,6 +401,8 @@ def of_positions(positions: Positions, placement: Placement) -> Need:
 
 _USES = {
     **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
+    'ZerosLike': _zeros_like,
+    **dict.fromkeys(['GreaterEqual', 'Maximum'], _with_zero),
     'GatherV2': _gather,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,

@@ -19,6 +19,7 @@ from estimator_mgpu.partition.placements import MOMENTS, Partial, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
+    RaggedRows,
     Reduced,
     Slice,
     SparseRows,
@@ -128,7 +129,9 @@ class Values:
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
-            return self.sparse_rows(tensor, self._plan.entries[tensor.name], tower)
+            need = self._plan.entries[tensor.name]
+            rows = self.sparse_rows if isinstance(need, SparseRows) else self._ragged_rows
+            return rows(tensor, need, tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
@@ -168,6 +171,18 @@ class Values:
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
+
+    def _ragged_rows(self, tensor: tf.Tensor, need: RaggedRows, tower: Tower) -> str:
+        """A tower's rows of a ragged tensor: its values there."""
+        splits = self._graph.get_tensor_by_name(need.splits)
+        device = self.origins.device_of_full(tensor)
+        values = self.full(tensor)
+        dtype = tensor.dtype.base_dtype
+        shards = self.shards_of(need.rows)
+        positions = sparse_rows.positions_in_ragged(
+            shards, self.full(splits), splits.dtype, values, dtype, tower, device
+        )
+        return sparse_rows.take(self._nodes, values, dtype, positions, device, splits.dtype)
 
     def _positions_of_entries(self, need: SparseRows, tower: Tower) -> str:
         """Which entries of a sparse tensor are a tower's: their positions among all, a vector."""

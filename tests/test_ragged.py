@@ -1,0 +1,276 @@
+"""Ragged tensors of the batch: each device has the values of its examples."""
+
+import numpy as np
+import pytest
+import tensorflow.compat.v1 as tf
+
+from models import floats, spec_of, step
+from towers import assert_same, compare, compare_outputs, train, types_run_once
+
+pytestmark = pytest.mark.usefixtures('behavior')
+
+IDS, WIDTH = 10, 3
+ALL = [12, 7, 2, 1]
+
+
+def batches_of(*sizes):
+    """Batches of so many examples: some are empty, some have an id twice; the first has none."""
+    made = []
+    for seed, rows in enumerate(sizes):
+        random = np.random.RandomState(seed)
+        lengths = random.randint(0, 4, rows)
+        lengths[0], lengths[-1] = 0, 3
+        ids = random.randint(0, IDS, lengths.sum()).astype(np.int64)
+        splits = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        dense = floats(rows, WIDTH, seed=seed)
+        made.append(({'ids': ids, 'splits': splits, 'dense': dense}, floats(rows, 1, seed=seed)))
+    return made
+
+
+def to_ragged(features, labels):
+    ragged = tf.RaggedTensor.from_row_splits(features['ids'], features['splits'], validate=False)
+    return {'ids': ragged, 'dense': features['dense']}, labels
+
+
+def table():
+    return tf.get_variable('table', [IDS, WIDTH])
+
+
+def embedded(features):
+    return tf.ragged.map_flat_values(tf.tanh, tf.nn.embedding_lookup(table(), features['ids']))
+
+
+def total(features):
+    return tf.reduce_sum(embedded(features), 1)
+
+
+def mean(features):
+    lengths = tf.cast(tf.maximum(features['ids'].row_lengths(), 1), tf.float32)
+    return tf.reduce_sum(embedded(features), 1) / lengths[:, None]
+
+
+def ragged_mean(features):
+    found = tf.reduce_mean(embedded(features), 1)
+    return tf.where_v2(tf.math.is_nan(found), tf.zeros_like(found), found)
+
+
+def largest(features):
+    return tf.maximum(tf.reduce_max(embedded(features), 1), -1)
+
+
+def smallest(features):
+    return tf.minimum(tf.reduce_min(embedded(features), 1), 1)
+
+
+def repeated(features):
+    """Each value with what its example has: of a dense tensor, and of itself."""
+    ids, both = features['ids'], embedded(features)
+    values = both.flat_values * tf.repeat(features['dense'], ids.row_lengths(), axis=0)
+    values += tf.gather(tf.reduce_sum(both, 1), ids.value_rowids())
+    return tf.reduce_sum(both.with_flat_values(tf.tanh(values)), 1)
+
+
+def of_two(features):
+    """Two ragged tensors with the same splits."""
+    ids = features['ids']
+    weights = ids.with_values(0.1 * tf.cast(ids.values, tf.float32))
+    return tf.reduce_sum(embedded(features) * tf.expand_dims(weights, -1), 1)
+
+
+def regression(forward):
+    def model_fn(features, labels, mode):
+        net = tf.layers.dense(tf.layers.dense(forward(features), 4, tf.nn.tanh), 1)
+        loss = tf.losses.mean_squared_error(labels, net)
+        return spec_of(mode, loss, tf.train.AdagradOptimizer(0.1).minimize(loss, step()))
+
+    return model_fn
+
+
+SHARDED = {f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Sum')}
+SHARDED |= {'ResourceGather', 'GatherV2', 'Tanh', 'TanhGrad', 'Mul', 'Equal', 'SelectV2'}
+
+
+@pytest.mark.parametrize(
+    'forward',
+    [total, mean, ragged_mean, largest, smallest, repeated, of_two],
+    ids=lambda function: function.__name__,
+)
+def test_reductions(forward):
+    """With fewer examples than devices in some batches."""
+    model_fn = regression(forward)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_ragged)
+    assert not types_run_once(ours.graph) & SHARDED
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+def test_microbatches(microbatches):
+    options = {'static': False, 'preprocess': to_ragged}
+    model_fn = regression(largest)
+    one = train(model_fn, batches_of(*ALL), 0, **options)
+    ours = train(
+        model_fn, batches_of(*ALL), 2, values=one.start, microbatches=microbatches, **options
+    )
+    assert_same(ours, one)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_to_the_end_of_the_data(static):
+    """The last batch of each epoch is short, and has fewer examples than there are devices."""
+
+    def preprocess(features, labels):
+        lengths = features['lengths']
+        return {'ids': tf.RaggedTensor.from_tensor(features['ids'], lengths)}, labels
+
+    batches = []
+    for seed, rows in enumerate([6, 6, 6 if static else 2]):
+        random = np.random.RandomState(seed)
+        ids = random.randint(0, IDS, [rows, 3]).astype(np.int64)
+        lengths = random.randint(0, 4, rows).astype(np.int64)
+        batches.append(({'ids': ids, 'lengths': lengths}, floats(rows, 1, seed=seed)))
+    options = {'preprocess': preprocess, 'static': static, 'epochs': 2}
+    compare(regression(mean), batches, 4, **options)
+
+
+# What an op gives that needs values of all examples, or numbers of all rows.
+
+
+def flat_values(features):
+    return features['ids'].flat_values
+
+
+def number_of_row(features):
+    """As a number, and the number of the row behind it."""
+    rows = features['ids'].value_rowids()
+    return tf.stack([rows, rows + 1, -rows], 1)
+
+
+def gathered_from_other_rows(features):
+    """A row's number looks something up that has other rows, and more of them."""
+    rows = features['ids'].value_rowids()
+    return tf.gather(tf.range(100.0), rows) + tf.gather(tf.cumsum(features['dense']), rows)[:, 0]
+
+
+def is_first_row(features):
+    rows = features['ids'].value_rowids()
+    return tf.stack([rows > 0, rows >= 1, tf.maximum(rows, 2) > 2], 1)
+
+
+def of_flat_values(features):
+    values = tf.cast(features['ids'].flat_values, tf.float32)
+    return tf.stack([tf.reduce_sum(values), tf.reduce_max(values), tf.reduce_mean(values)])
+
+
+def in_order(features):
+    return tf.cumsum(features['ids'].flat_values) + tf.sort(features['ids'].flat_values)
+
+
+def different_ids(features):
+    ids, places = tf.unique(features['ids'].flat_values)
+    return (
+        tf.gather(ids, places) + tf.cast(places, tf.int64) + 100 * tf.cast(tf.size(ids), tf.int64)
+    )
+
+
+def cut_mask(features):
+    """Fewer entries than a row has."""
+    lengths = features['ids'].row_lengths()
+    mask = tf.sequence_mask(lengths, 2)
+    places = tf.tile(tf.range(tf.shape(lengths)[0])[:, None], [1, 2])
+    return tf.boolean_mask(places, mask)
+
+
+def longer_mask(features):
+    """More entries than a row has, or as many as another row has."""
+    lengths = features['ids'].row_lengths()
+    columns = tf.reduce_max(lengths) + 1
+    masks = [tf.sequence_mask(lengths + 1, columns), tf.sequence_mask(lengths[::-1], columns)]
+    found = [tf.where(mask) for mask in masks]
+    return tf.concat(found, 0)
+
+
+def lengths_of_other_splits(features):
+    """The ends of one ragged tensor, and the starts of another one."""
+    splits = features['ids'].row_splits
+    lengths = splits[1:] - tf.maximum(splits - 1, 0)[:-1]
+    return tf.repeat(tf.range(tf.size(lengths)), lengths)
+
+
+def rows_and_shapes(features):
+    ids = features['ids']
+    rows = tf.stack([ids.nrows(), tf.size(ids.flat_values, out_type=tf.int64), ids.row_splits[-1]])
+    return tf.concat([rows, ids.row_lengths(), ids.row_splits], 0)
+
+
+def dense_and_sparse(features):
+    sparse = features['ids'].to_sparse()
+    return tf.concat([sparse.values, tf.reshape(features['ids'].to_tensor(), [-1])], 0)
+
+
+PROGRAMS = [
+    flat_values,
+    number_of_row,
+    gathered_from_other_rows,
+    is_first_row,
+    of_flat_values,
+    in_order,
+    different_ids,
+    cut_mask,
+    longer_mask,
+    lengths_of_other_splits,
+    rows_and_shapes,
+    dense_and_sparse,
+    total,
+]
+
+
+@pytest.mark.parametrize('towers', [2, 4])
+def test_values_of_one_device(towers):
+    batches = [features for features, _ in batches_of(*ALL)]
+    options = {'static': False, 'preprocess': to_ragged}
+    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    compare_outputs(PROGRAMS, batches, towers, **options)
+
+
+@pytest.mark.parametrize('splits', [[1, 3, 3, 4], [0, 2, 3, 3], [0, 0, 0, 6]])
+def test_values_in_no_row(splits):
+    """What uses all values is given those in no row, too; sums of rows fail as on one device."""
+    features = {'ids': np.arange(6), 'splits': np.array(splits), 'dense': floats(3, WIDTH)}
+    options = {'static': False, 'preprocess': to_ragged}
+    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    compare_outputs([flat_values, of_flat_values, in_order], [features], 2, **options)
+    if splits[-1] - splits[0] < 6:
+        for towers in (0, 2):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                train(regression(total), [(features, floats(3, 1))], towers, **options)
+
+
+@pytest.mark.parametrize('kind', ['two levels', 'two dimensions'])
+def test_other_ranks(kind):
+    """Rows of rows run once; values may have more dimensions."""
+
+    def preprocess(features, labels):
+        rows = lambda values, splits: tf.RaggedTensor.from_row_splits(
+            values, splits, validate=False
+        )
+        if kind == 'two levels':
+            features = {**features, 'values': rows(features['x'], features['inner'])}
+        return {'x': rows(features['values'], features['splits'])}, labels
+
+    def model_fn(features, labels, mode):
+        weights = tf.get_variable('w', [])
+        found = tf.reduce_sum(
+            tf.ragged.map_flat_values(lambda x: tf.tanh(x * weights), features['x']), 1
+        )
+        if kind == 'two levels':
+            found = tf.reduce_sum(found, 1)[:, None]
+        loss = tf.losses.mean_squared_error(labels, tf.layers.dense(found, 1))
+        return spec_of(mode, loss, tf.train.AdagradOptimizer(0.1).minimize(loss, step()))
+
+    features = {
+        'x': floats(9),
+        'inner': np.array([0, 2, 2, 5, 9]),
+        'values': floats(4, 2),
+        'splits': np.array([0, 2, 2, 3, 4]),
+    }
+    ours, _ = compare(model_fn, [(features, floats(4, 1))], 2, static=False, preprocess=preprocess)
+    assert ('Tanh' in types_run_once(ours.graph)) == (kind == 'two levels')
