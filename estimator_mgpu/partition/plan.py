@@ -76,9 +76,10 @@ class SparseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """The tower's rows of a ragged tensor: its values there."""
+    """The tower's rows of a ragged tensor: its values there, or their row splits."""
 
-    splits: str  # the name of the tensor with the row splits
+    values: str  # the name of the tensor with the values
+    splits: str  # and of that with the row splits
     rows: RowSpace
 
 
@@ -133,6 +134,7 @@ Need = Union[
     LocalRange,
     FullSizes,
     SparseRows,
+    RaggedRows,
     CountedFromFirst,
     Constant,
     Reduced,

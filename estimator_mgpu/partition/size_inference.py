@@ -24,6 +24,7 @@ from estimator_mgpu.partition.sizes import (
     RowSpace,
     SelectedRows,
     Size,
+    Splits,
     UniqueRows,
     UnknownSize,
     full_size,
@@ -323,7 +324,9 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """A tensor that is filled up to n entries has n: m of its own, and n - m zeros.
+    """Of n rows behind one more, and of a tensor that is filled up to n entries.
+
+    The latter has n: m of its own, and n - m zeros.
 
     Feature columns fill up the lengths of sequences so. This looks at the ops, rather than adding
     sizes, as n - m isn't a product.
@@ -333,6 +336,10 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
         return None
     x, filler = values
     dims = sizes.dims(x)
+    behind = sizes.dims(filler) or []
+    rows = behind[0].rows if behind else None
+    if rows is not None and dims == [ONE] and behind == [full_size(rows)]:
+        return [Size(1, (Splits(rows),))]  # Such as a 0, and the ends of rows behind it.
     if filler.op.type != op_types.FILL or filler.op.inputs[0].op.type != 'Sub' or not dims:
         return None
     count, count_of_x = filler.op.inputs[0].op.inputs
@@ -343,6 +350,7 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
 
 _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
     'ConcatV2': _shape_of_concat,
+    'Cumsum': lambda sizes, op: sizes.dims(op.inputs[0]),
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
     'StridedSlice': _shape_of_slice,

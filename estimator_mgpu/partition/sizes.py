@@ -117,7 +117,14 @@ class Largest(Entry):
     """The largest one of the entries that towers have there, each of its own."""
 
 
-Symbol = Union[RowSpace, Splits, Dim, Entry]
+@dataclasses.dataclass(frozen=True)
+class LongestRow:
+    """How many values the longest row of a ragged tensor has."""
+
+    tensor: str  # the row splits, or what says in which row each value is
+
+
+Symbol = Union[RowSpace, Splits, Dim, Entry, LongestRow]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -227,7 +227,7 @@ def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows
     [rows] = scope.sizes.selections(of_splits(splits), [values], scope.batch)
     scope.placements[values.name] = Shard(0, rows)
     scope.sizes.set_dims(values, [full_size(rows), *scope.sizes.static_dims(values)[1:]])
-    return {values.name: RaggedRows(splits.name, scope.batch)}
+    return {values.name: RaggedRows(values.name, splits.name, scope.batch)}
 
 
 class _Pass:

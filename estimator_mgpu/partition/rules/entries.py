@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -41,18 +42,22 @@ from estimator_mgpu.partition.plan import (
     LocalShape,
     Need,
     OpPlan,
+    RaggedRows,
     Slice,
     local_shape_of,
 )
+from estimator_mgpu.partition.rules import row_lengths
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows
 from estimator_mgpu.partition.rules.selections import of_positions
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
     Largest,
+    LongestRow,
     RowSpace,
     SelectedRows,
     Size,
+    Splits,
     UniqueRows,
     full_size,
     origin_of,
@@ -232,6 +237,123 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
         [positions, positions.shard, None],
         [[positions.count, Size(2)], [positions.count], [Size(2)]],
     )
+
+
+def _split_strings(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`StringSplit` and the like: strings, each of which is a row, and a delimiter.
+
+    It gives the parts of each string, in the order of the rows.
+    """
+    strings = placements[0]
+    if not isinstance(strings, Shard) or isinstance(strings.rows, UniqueRows):
+        return None
+    rows = strings.rows
+    factor = sizes.per_row(op.inputs[0], 0, rows)
+    if factor is None or strings.in_blocks:
+        return None
+    indices, _, shape = op.outputs
+    [parts] = sizes.selections(row_lengths.of_indices(indices), [indices], rows)
+    positions = Positions(parts, (), rows, factor)
+    sizes.set_entries(shape, [positions.total, Size(1, (Largest(shape.name, 1),))])
+    others = len(op.inputs) - 1
+    return Decision(
+        OpPlan((LOCAL, *[FULL] * others)),
+        [positions, positions.shard, None],
+        [[positions.count, Size(2)], [positions.count], [Size(2)]],
+    )
+
+
+def _count(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`DenseBincount`: how many entries each row has."""
+    positions, _, _ = placements
+    _, count, weights = op.inputs
+    has_weights = weights.shape.num_elements() != 0 or op.get_attr('binary_output')
+    if not isinstance(positions, Positions) or sizes.rank(op.inputs[0]) != 1 or has_weights:
+        return None
+    total = sizes.entries(row_lengths.limited(count, sizes))
+    local = local_shape_of(total, 0, positions.rows)
+    if local is None or not total or not total[0].same_as(positions.total):
+        return None
+    plan = OpPlan((LOCAL, local, FULL))
+    return Decision(plan, [Shard(0, positions.rows)], [[positions.total]])
+
+
+class _Partition(NamedTuple):
+    """What towers are given of a ragged tensor, and how many rows it has."""
+
+    rows: RowSpace
+    total: Size
+    values: Need
+    partition: tuple[Need, ...]  # what says in which row each value is
+
+
+def _ragged_to_dense(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`RaggedTensorToTensor`: a shape, values, a default, and what says in which row each value is.
+
+    All rows are filled up to the length of the longest one, which towers are given.
+    """
+    shape, values, default, *_ = op.inputs
+    partition = _partition(op, placements, sizes)
+    dims = sizes.dims(values)
+    asked = sizes.entries(shape)
+    if partition is None or not dims or not asked or default.shape.rank != 0:
+        return None
+    if asked == [Size(-1)] and shape.shape.rank == 0:
+        asked = [Size(-1)] * (1 + len(dims))  # A scalar asks for nothing.
+
+    found = [partition.total, Size(1, (LongestRow(op.inputs[-1].name),)), *dims[1:]]
+    if len(asked) != len(found):
+        return None
+    for axis, size in enumerate(asked):
+        if axis == 1 and size != Size(-1):
+            found[1] = size
+        elif size != Size(-1) and not size.same_as(found[axis]):
+            return None
+    local_shape = _local_shape(found, partition.rows)
+    if local_shape is None:
+        return None
+    needs = (local_shape, partition.values, FULL, *partition.partition)
+    return Decision(OpPlan(needs), [Shard(0, partition.rows)], [found])
+
+
+def _partition(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> _Partition | None:
+    """What towers are given of the ragged tensor of a `RaggedTensorToTensor`; None if they aren't.
+
+    Of one of the batch, or of one that was made of entries in the order of the rows.
+    """
+    values = op.inputs[1]
+    kinds = op.get_attr('row_partition_types')
+    if kinds == [b'ROW_SPLITS']:
+        splits = op.inputs[3]
+        dims = sizes.dims(splits)
+        symbols = dims[0].symbols if dims else ()
+        if len(symbols) != 1 or not isinstance(symbols[0], Splits):
+            return None
+        rows = symbols[0].rows
+        [selection] = sizes.selections(row_lengths.of_splits(splits), [values], rows)
+        if placements[1] != Shard(0, selection):
+            return None
+        return _Partition(
+            rows, full_size(rows), LOCAL, (RaggedRows(selection.name, splits.name, rows),)
+        )
+
+    if kinds == [b'FIRST_DIM_SIZE', b'VALUE_ROWIDS']:
+        positions = placements[4]
+        count = sizes.entries(op.inputs[3])
+        if not isinstance(positions, Positions) or not positions.are_ordered or not count:
+            return None
+        local = local_shape_of(count, 0, positions.rows)
+        if local is None or not count[0].same_as(positions.total):
+            return None
+        data = of_positions(positions, placements[1])
+        return _Partition(positions.rows, positions.total, data, (local, LOCAL))
+    return None
 
 
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -420,6 +542,9 @@ _RULES = {
     'SparseReshape': _reshape,
     'SparseFillEmptyRows': _fill_empty_rows,
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], _cross),
+    **dict.fromkeys(['StringSplit', 'StringSplitV2'], _split_strings),
+    'DenseBincount': _count,
+    'RaggedTensorToTensor': _ragged_to_dense,
     'StridedSlice': _column,
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),

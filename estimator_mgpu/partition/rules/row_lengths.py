@@ -22,6 +22,21 @@ def of_splits(splits: tf.Tensor) -> Hashable:
     return 'row splits', behind_casts(splits).name
 
 
+def of_indices(indices: tf.Tensor) -> Hashable:
+    """What says how many entries each row of a sparse tensor has."""
+    return 'indices', indices.name
+
+
+def limited(count: tf.Tensor, sizes: Sizes) -> tf.Tensor:
+    """The `n` of `minimum(n, maximum(n, x))`, as `tf.math.bincount` has it; or the count itself."""
+    if count.op.type != 'Minimum':
+        return count
+    n, at_least = count.op.inputs
+    if at_least.op.type != 'Maximum' or sizes.entries(n) is None:
+        return count
+    return n if sizes.entries(at_least.op.inputs[0]) == sizes.entries(n) else count
+
+
 def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> Hashable | None:
     """What says how many true entries each row of a mask has; None if it's no sequence mask.
 
@@ -57,16 +72,38 @@ def _maximum_with_zero(tensor: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
 
 def _of_lengths(lengths: tf.Tensor, sizes: Sizes) -> Hashable:
     """What says how long rows are: a ragged tensor's row splits, or the tensor with the lengths."""
-    lengths = behind_casts(lengths)
-    while lengths.op.type == 'BroadcastTo' and _keeps_dims(lengths.op, sizes):
-        lengths = behind_casts(lengths.op.inputs[0])
+    lengths = _behind_reshapes(lengths, sizes)
     if lengths.op.type == 'Sub':
         ends, starts = map(behind_casts, lengths.op.inputs)
         if _is_slice(ends, 'begin', 1, sizes) and _is_slice(starts, 'end', -1, sizes):
-            of_ends, of_starts = of_splits(ends.op.inputs[0]), of_splits(starts.op.inputs[0])
-            if of_ends == of_starts:
-                return of_ends
+            splits = behind_casts(ends.op.inputs[0])
+            if splits is behind_casts(starts.op.inputs[0]):
+                summed = _lengths_before_sum(splits, sizes)
+                return of_splits(splits) if summed is None else _of_lengths(summed, sizes)
+    if lengths.op.type == 'DenseBincount':
+        column = _behind_reshapes(lengths.op.inputs[0], sizes)
+        if column.op.type == 'StridedSlice' and sizes.rank(column.op.inputs[0]) == 2:
+            return of_indices(column.op.inputs[0])
     return 'lengths', lengths.name
+
+
+def _lengths_before_sum(splits: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
+    """The lengths of which row splits are made, by `concat([[0], cumsum(lengths)], 0)`; or None."""
+    if splits.op.type != 'ConcatV2' or len(splits.op.inputs) != 3:
+        return None
+    zero, ends, _ = splits.op.inputs
+    if sizes.entries(zero) != [Size(0)] or ends.op.type != 'Cumsum':
+        return None
+    is_plain = not (ends.op.get_attr('exclusive') or ends.op.get_attr('reverse'))
+    return ends.op.inputs[0] if is_plain and sizes.rank(ends) == 1 else None
+
+
+def _behind_reshapes(tensor: tf.Tensor, sizes: Sizes) -> tf.Tensor:
+    """What a tensor was before casts, and before what leaves its shape as it is."""
+    tensor = behind_casts(tensor)
+    while tensor.op.type in ('BroadcastTo', 'Reshape') and _keeps_dims(tensor.op, sizes):
+        tensor = behind_casts(tensor.op.inputs[0])
+    return tensor
 
 
 def _keeps_dims(op: tf.Operation, sizes: Sizes) -> bool:

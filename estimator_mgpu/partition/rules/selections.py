@@ -39,6 +39,7 @@ from estimator_mgpu.partition.plan import (
     Constant,
     CountedFromFirst,
     Decision,
+    Form,
     LocalRange,
     LocalShape,
     Need,
@@ -306,7 +307,7 @@ def _taken(
         return None
     if not dims[0].same_as(positions.total):
         return None
-    need: Need = LOCAL
+    need: Form | Slice | CountedFromFirst = LOCAL
     taken: Placement = positions.shard
     if isinstance(placement, Positions) and placement.shard == Shard(0, positions.rows):
         taken = dataclasses.replace(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import ONE, Size, full_size
+from estimator_mgpu.partition.sizes import Size, full_size
 from estimator_mgpu.partition.towers.node_builder import NodeBuilder, other_output
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.partition.towers.turns import Tower
@@ -61,43 +61,6 @@ def positions(
     is_own = nodes.add('LogicalAnd', [is_after_start, is_before_end], device)
     found = nodes.add('Where', [is_own], device, T=tf.bool)
     return nodes.add('Reshape', [found, [-1]], device, T=tf.int64)
-
-
-def positions_in_ragged(
-    shards: Shards,
-    splits: str,
-    dtype: tf.DType,
-    values: str,
-    value_dtype: tf.DType,
-    tower: Tower,
-    device: str,
-) -> str:
-    """Which values of a ragged tensor are in a tower's rows: their positions, a vector.
-
-    The first tower has those before the first row as well, and the last one those behind the last
-    row, if splits are such: whatever uses all values on one device is given all of them.
-
-    Args:
-      shards: which examples each tower has.
-      splits: where rows begin among the values, and where the last one ends.
-      dtype: the splits' type.
-      values: those of all rows.
-      value_dtype: their type.
-      tower: the tower.
-      device: where this is computed.
-    """
-    nodes = shards.nodes
-    between = nodes.add('StridedSlice', [splits, [1], [-1], [1]], device, T=dtype, Index=tf.int32)
-    shape = nodes.add('Shape', [values], device, T=value_dtype, out_type=dtype)
-    count = nodes.add('StridedSlice', [shape, [0], [1], [1]], device, T=dtype, Index=tf.int32)
-    first = nodes.tensor([0], dtype, dtype)
-    bounds = nodes.concat([first, between, count], 0, dtype, device)
-
-    start, size = shards.extent(ONE, tower)
-    end = nodes.add('AddV2', [start, size], nodes.host, T=tf.int32)
-    types = {'Tparams': dtype, 'Tindices': tf.int32}
-    ends = [nodes.add('Gather', [bounds, row], device, **types) for row in (start, end)]
-    return nodes.add('Range', [*ends, nodes.scalar(1, dtype)], device, Tidx=dtype)
 
 
 def take(
