@@ -158,6 +158,11 @@ class Sizes:
         ]
         return self.same_for((key, rows), tuple(made))
 
+    def selection_of(self, key: Hashable, rows: RowSpace) -> SelectedRows | None:
+        """The selection, the only one of its op, of which a key says how many entries rows have."""
+        found = self._row_spaces.get((key, rows), [])
+        return found[0] if len(found) == 1 else None
+
     def same_for(self, key: Hashable, rows: T) -> T:
         """Row spaces that are the same wherever the key is: those that were given first."""
         return self._row_spaces.setdefault(key, rows)

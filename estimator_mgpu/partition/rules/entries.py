@@ -27,6 +27,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
     REPLICATE,
+    PaddedPositions,
     Partial,
     Placement,
     Places,
@@ -39,6 +40,7 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     CountedFromFirst,
     Decision,
+    LocalRange,
     LocalShape,
     Need,
     OpPlan,
@@ -48,7 +50,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.rules import row_lengths
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows
-from estimator_mgpu.partition.rules.selections import of_positions
+from estimator_mgpu.partition.rules.selections import is_range, of_positions
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -281,12 +283,12 @@ def _count(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
 
 class _Partition(NamedTuple):
-    """What towers are given of a ragged tensor, and how many rows it has."""
+    """A ragged tensor of which each tower has its rows."""
 
     rows: RowSpace
-    total: Size
-    values: Need
-    partition: tuple[Need, ...]  # what says in which row each value is
+    total: Size  # how many rows of the ragged tensor all towers have together
+    values: RowSpace
+    needs: tuple[Need, ...]  # of what says in which row each value is
 
 
 def _ragged_to_dense(
@@ -294,7 +296,8 @@ def _ragged_to_dense(
 ) -> Decision | None:
     """`RaggedTensorToTensor`: a shape, values, a default, and what says in which row each value is.
 
-    All rows are filled up to the length of the longest one, which towers are given.
+    All rows are filled up to the length of the longest one, which towers are given. If the values
+    are numbers from 0 on, as in the op's gradient, they are the positions of other values.
     """
     shape, values, default, *_ = op.inputs
     partition = _partition(op, placements, sizes)
@@ -316,18 +319,29 @@ def _ragged_to_dense(
     local_shape = _local_shape(found, partition.rows)
     if local_shape is None:
         return None
-    needs = (local_shape, partition.values, FULL, *partition.partition)
-    return Decision(OpPlan(needs), [Shard(0, partition.rows)], [found])
+
+    selection = partition.values
+    data: Need
+    placement: Placement
+    if is_range(values, sizes) and sizes.entries(default) == [Size(-1)]:
+        if dims != [full_size(selection)] or not isinstance(selection, SelectedRows):
+            return None
+        data = LocalRange(selection, ONE)
+        placement = PaddedPositions(selection, partition.rows)
+    else:
+        data = LOCAL if placements[1] == Shard(0, selection) else Slice(0, selection, ONE)
+        placement = Shard(0, partition.rows)
+    needs = (local_shape, data, FULL, *partition.needs)
+    return Decision(OpPlan(needs), [placement], [found])
 
 
 def _partition(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> _Partition | None:
-    """What towers are given of the ragged tensor of a `RaggedTensorToTensor`; None if they aren't.
+    """The ragged tensor of a `RaggedTensorToTensor`; None if towers don't have their rows of it.
 
-    Of one of the batch, or of one that was made of entries in the order of the rows.
+    It's one of the batch, or one that was made of entries in the order of the rows.
     """
-    values = op.inputs[1]
     kinds = op.get_attr('row_partition_types')
     if kinds == [b'ROW_SPLITS']:
         splits = op.inputs[3]
@@ -336,24 +350,33 @@ def _partition(
         if len(symbols) != 1 or not isinstance(symbols[0], Splits):
             return None
         rows = symbols[0].rows
-        [selection] = sizes.selections(row_lengths.of_splits(splits), [values], rows)
-        if placements[1] != Shard(0, selection):
+        selection = sizes.selection_of(row_lengths.of_splits(splits), rows)
+        if selection is None:
             return None
-        return _Partition(
-            rows, full_size(rows), LOCAL, (RaggedRows(selection.name, splits.name, rows),)
-        )
+        needs: tuple[Need, ...] = (RaggedRows(selection.name, splits.name, rows),)
+        return _Partition(rows, full_size(rows), selection, needs)
 
     if kinds == [b'FIRST_DIM_SIZE', b'VALUE_ROWIDS']:
-        positions = placements[4]
         count = sizes.entries(op.inputs[3])
+        positions = placements[4]
         if not isinstance(positions, Positions) or not positions.are_ordered or not count:
             return None
         local = local_shape_of(count, 0, positions.rows)
-        if local is None or not count[0].same_as(positions.total):
+        if local is None or not count[0].same_as(positions.total) or positions.repeats != ONE:
             return None
-        data = of_positions(positions, placements[1])
-        return _Partition(positions.rows, positions.total, data, (local, LOCAL))
+        return _Partition(positions.rows, positions.total, positions.selection, (local, LOCAL))
     return None
+
+
+def _is_padding(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`NotEqual` of padded positions and -1."""
+    positions, _ = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, PaddedPositions) or not dims:
+        return None
+    if sizes.entries(op.inputs[1]) != [Size(-1)] or op.inputs[1].shape.rank != 0:
+        return None
+    return Decision(OpPlan((LOCAL, FULL)), [Shard(0, positions.rows)], [dims])
 
 
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -545,6 +568,7 @@ _RULES = {
     **dict.fromkeys(['StringSplit', 'StringSplitV2'], _split_strings),
     'DenseBincount': _count,
     'RaggedTensorToTensor': _ragged_to_dense,
+    'NotEqual': _is_padding,
     'StridedSlice': _column,
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
@@ -554,5 +578,5 @@ _RULES = {
     **dict.fromkeys(_GRADIENTS, _gradient),
     **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
 }
-TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'UnsortedSegmentSum'})
+TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum'})
 """Types of ops that are sharded by these rules, or run once."""

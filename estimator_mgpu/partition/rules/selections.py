@@ -32,7 +32,13 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import CountedByTower, Placement, Positions, Shard
+from estimator_mgpu.partition.placements import (
+    CountedByTower,
+    PaddedPositions,
+    Placement,
+    Positions,
+    Shard,
+)
 from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
@@ -59,7 +65,15 @@ from estimator_mgpu.partition.rules.row_indices import are_rows
 from estimator_mgpu.partition.rules.row_lengths import of_sequence_mask
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    RowSpace,
+    SelectedRows,
+    Size,
+    UniqueRows,
+    full_size,
+    product,
+)
 
 _PARTITION = 'DynamicPartition'
 _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
@@ -134,7 +148,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     selections = sizes.selections(key, op.outputs, rows)
     need: Need
     outputs: list[Placement]
-    if _is_range(data, sizes):
+    if is_range(data, sizes):
         need = LocalRange(rows, factor)
         outputs = [Positions(selection, selections, rows, factor) for selection in selections]
     else:
@@ -152,7 +166,7 @@ def _rows_to_select(placement: Placement) -> RowSpace | None:
     return placement.rows
 
 
-def _is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
+def is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
     """Whether a tensor is a vector of the numbers from 0 on: its entries are their positions."""
     if sizes.rank(tensor) != 1:
         return False
@@ -200,8 +214,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
         return None
 
     # A mask that is reshaped has the same true entries.
-    while mask.op.type in _SAME_ENTRIES:
-        mask = mask.op.inputs[0]
+    mask = _before_arrangement(mask)
     key = of_sequence_mask(mask, sizes) or (mask.name, op.type)
     [selection] = sizes.selections(key, op.outputs, rows)
     columns = Size(sizes.rank(op.inputs[0]))
@@ -223,6 +236,11 @@ def _keep_positions(
         return None
     if op.type in ('Cast', 'Identity'):
         return Decision(OpPlan((LOCAL,)), [placements[0]], [dims])
+
+    if isinstance(placements[0], PaddedPositions):
+        if op.type != 'Reshape' or sizes.entries(op.inputs[1]) not in ([Size(-1)], [product(dims)]):
+            return None
+        return Decision(OpPlan((LOCAL, Constant((-1,)))), [placements[0]], [[product(dims)]])
 
     columns_before = dims[1:]
     columns_after = sizes.static_dims(output)[1:]
@@ -274,7 +292,35 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_rows or sizes.rank(indices) != 1:
         return None
+    if isinstance(placements[0], PaddedPositions):
+        return _without_padding(op, placements, sizes)
     return _taken(rows, placements[:2], 1, sizes, (FULL,))
+
+
+def _without_padding(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """Padded positions, a vector, without their padding: at the positions where they aren't -1."""
+    padded, positions, _ = placements
+    if not isinstance(padded, PaddedPositions) or not isinstance(positions, Positions):
+        return None
+    found = _before_arrangement(op.inputs[1])
+    mask = _before_arrangement(found.op.inputs[0]) if found.op.type == _WHERE else found
+    if mask.op.type != 'NotEqual' or positions.rows is not padded.rows:
+        return None
+    marks = mask.op.inputs[1]
+    is_mask = _before_arrangement(mask.op.inputs[0]) is _before_arrangement(op.inputs[0])
+    if not is_mask or sizes.entries(marks) != [Size(-1)]:
+        return None
+    taken = Positions(positions.selection, (), padded.values, ONE)
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [taken], [[positions.count]])
+
+
+def _before_arrangement(tensor: tf.Tensor) -> tf.Tensor:
+    """What a tensor was before ops that keep its entries, in order."""
+    while tensor.op.type in _SAME_ENTRIES:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _gather_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -307,7 +353,7 @@ def _taken(
         return None
     if not dims[0].same_as(positions.total):
         return None
-    need: Form | Slice | CountedFromFirst = LOCAL
+    need: Form | Slice = LOCAL
     taken: Placement = positions.shard
     if isinstance(placement, Positions) and placement.shard == Shard(0, positions.rows):
         taken = dataclasses.replace(
@@ -323,8 +369,10 @@ def _taken(
         if placement != Shard(0, positions.rows):
             need = Slice(0, positions.rows, positions.factor)
         if _are_numbers_of_rows(rows, positions.rows, sizes):
-            need = CountedFromFirst(need, positions.rows, ONE)
             taken = dataclasses.replace(positions, selections=(), factor=ONE, fill_rows=False)
+            counted = CountedFromFirst(need, positions.rows, ONE)
+            plan = OpPlan((counted, LOCAL, *more_needs))
+            return Decision(plan, [taken], [[positions.count]])
     selection_dims = [positions.count, *dims[named:]]
     return Decision(OpPlan((need, LOCAL, *more_needs)), [taken], [selection_dims])
 
