@@ -281,6 +281,31 @@ def padded_positions(features):
     return tf.concat([*own, others, *more, *looked_up], 0)
 
 
+def padded_to_a_number(features):
+    """Which only the step knows: -1 is as long as the longest row, of all towers."""
+    one = tf.reshape(tf.identity(features['dense'])[:1, :1] * 0, [])
+    numbers = [tf.cast(one, tf.int64) - 1, tf.cast(one, tf.int64) + 2]
+    found = [features['ids'].to_tensor(7, shape=tf.stack([-1, number])) for number in numbers]
+    return tf.stack([tf.reduce_sum(one, 1) for one in found], 1)
+
+
+def parts_of_parts(features):
+    """Some devices, or all of them, have no text to be split."""
+    parts = tf.strings.split(features['text'], '11', result_type='RaggedTensor').flat_values
+    few = tf.boolean_mask(parts, tf.strings.regex_full_match(parts, '.*0 .*'))
+    return tf.shape(tf.strings.split(few, ' ', result_type='RaggedTensor').to_tensor())
+
+
+def counts_of_columns(features):
+    """Lengths by another column than that of the rows; some rows have as many."""
+    parts = tf.string_split(features['text'])
+    count = tf.cast(parts.dense_shape[0], tf.int32)
+    columns = tf.cast(parts.indices[:, 1], tf.int32)
+    lengths = tf.math.bincount(columns, minlength=count, maxlength=count)
+    lengths = tf.reshape(lengths, tf.shape(features['text']))
+    return tf.repeat(features['dense'], lengths, axis=0)
+
+
 def with_padding_of_rows(features):
     """More rows than the batch has."""
     return tf.shape(features['ids'].to_tensor(shape=[20, None]))
@@ -328,6 +353,9 @@ def weighted_counts(features):
 PROGRAMS = [
     padded_ids,
     padded_positions,
+    padded_to_a_number,
+    parts_of_parts,
+    counts_of_columns,
     with_padding_of_rows,
     padded_by_a_vector,
     parts_of_texts,

@@ -49,11 +49,12 @@ from estimator_mgpu.partition.plan import (
     local_shape_of,
 )
 from estimator_mgpu.partition.rules import row_lengths
-from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows
+from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
 from estimator_mgpu.partition.rules.selections import is_range, of_positions
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
+    Entry,
     Largest,
     LongestRow,
     RowSpace,
@@ -270,11 +271,10 @@ def _split_strings(
 def _count(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`DenseBincount`: how many entries each row has."""
     positions, _, _ = placements
-    _, count, weights = op.inputs
-    has_weights = weights.shape.num_elements() != 0 or op.get_attr('binary_output')
-    if not isinstance(positions, Positions) or sizes.rank(op.inputs[0]) != 1 or has_weights:
+    is_vector = sizes.rank(op.inputs[0]) == 1
+    if not isinstance(positions, Positions) or not is_vector or not row_lengths.is_count(op):
         return None
-    total = sizes.entries(row_lengths.limited(count, sizes))
+    total = sizes.entries(row_lengths.limited(op.inputs[1], sizes))
     local = local_shape_of(total, 0, positions.rows)
     if local is None or not total or not total[0].same_as(positions.total):
         return None
@@ -312,6 +312,8 @@ def _ragged_to_dense(
     if len(asked) != len(found):
         return None
     for axis, size in enumerate(asked):
+        if any(isinstance(symbol, Entry) for symbol in size.symbols):
+            return None  # It may be -1.
         if axis == 1 and size != Size(-1):
             found[1] = size
         elif size != Size(-1) and not size.same_as(found[axis]):
@@ -382,19 +384,8 @@ def _is_padding(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has."""
     positions = placements[0]
-    begin = sizes.numbers(op.inputs[1])
-    if not isinstance(positions, Positions) or sizes.rank(op.inputs[0]) != 2:
-        return None
-    masks = {
-        name: op.get_attr(f'{name}_mask')
-        for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
-    }
-    takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]
-    is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
-    if not takes_all_rows or not is_column or not begin:
-        return None
-    column = begin[1]  # Of a dimension that is in `shrink_axis_mask`, TensorFlow ignores others.
-    if column < 0:
+    column = column_of(op, sizes)
+    if not isinstance(positions, Positions) or column is None:
         return None
     placement: Placement = positions.shard
     if column == 0:

@@ -12,7 +12,7 @@ from collections.abc import Hashable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.row_indices import behind_casts
+from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 
@@ -25,6 +25,13 @@ def of_splits(splits: tf.Tensor) -> Hashable:
 def of_indices(indices: tf.Tensor) -> Hashable:
     """What says how many entries each row of a sparse tensor has."""
     return 'indices', indices.name
+
+
+def is_count(op: tf.Operation) -> bool:
+    """Whether an op is a `DenseBincount` that counts each number as often as it's there."""
+    if op.type != 'DenseBincount' or op.get_attr('binary_output'):
+        return False
+    return op.inputs[2].shape.num_elements() == 0  # the weights
 
 
 def limited(count: tf.Tensor, sizes: Sizes) -> tf.Tensor:
@@ -80,10 +87,10 @@ def _of_lengths(lengths: tf.Tensor, sizes: Sizes) -> Hashable:
             if splits is behind_casts(starts.op.inputs[0]):
                 summed = _lengths_before_sum(splits, sizes)
                 return of_splits(splits) if summed is None else _of_lengths(summed, sizes)
-    if lengths.op.type == 'DenseBincount':
-        column = _behind_reshapes(lengths.op.inputs[0], sizes)
-        if column.op.type == 'StridedSlice' and sizes.rank(column.op.inputs[0]) == 2:
-            return of_indices(column.op.inputs[0])
+    if is_count(lengths.op):
+        rows = _behind_reshapes(lengths.op.inputs[0], sizes)
+        if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
+            return of_indices(rows.op.inputs[0])
     return 'lengths', lengths.name
 
 

@@ -501,13 +501,15 @@ class Values:
                 longest = ragged_rows.longest(nodes, self.full(tensor), tensor.dtype, device)
                 return nodes.cast(longest, tensor.dtype, dtype, host)
             shards = self.shards_of(placement.rows)
-            of_towers = []
+            of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
             for tower in self._towers:
                 _, count = shards.extent(placement.factor, tower, tensor.dtype)
                 rows = self.local(tensor, tower)
                 count = nodes.scalar(count, tensor.dtype)
                 of_towers.append(
-                    ragged_rows.most_in_a_row(nodes, rows, tensor.dtype, count, tower.device)
+                    ragged_rows.most_in_a_row(
+                        nodes, rows, tensor.dtype, count, host_of(tower.device)
+                    )
                 )
             vector = nodes.add('Pack', of_towers, host, T=tf.int64, N=len(of_towers))
             largest = nodes.add('Max', [vector, 0], host, T=tf.int64, Tidx=tf.int32)
