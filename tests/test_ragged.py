@@ -225,12 +225,24 @@ def different_ids(features):
     )
 
 
+def numbered(rows):
+    """With the number of each row, of all of them."""
+    return rows + tf.cast(tf.range(tf.shape(rows)[0]), rows.dtype)
+
+
+def masked_places(mask):
+    """The rows in which a mask has entries."""
+    size = tf.shape(mask)
+    return numbered(tf.boolean_mask(tf.tile(tf.range(size[0])[:, None], [1, size[1]]), mask))
+
+
 def cut_mask(features):
     """Fewer entries than a row has."""
     lengths = features['ids'].row_lengths()
-    mask = tf.sequence_mask(lengths, 2)
-    places = tf.tile(tf.range(tf.shape(lengths)[0])[:, None], [1, 2])
-    return tf.boolean_mask(places, mask)
+    few = tf.maximum(tf.constant(0, tf.int64), tf.reduce_max(features['ids'].row_lengths()[:1]) + 1)
+    smallest = tf.maximum(tf.constant(0, tf.int64), tf.reduce_min(lengths + 1))
+    masks = [tf.sequence_mask(lengths, columns) for columns in (2, few, smallest)]
+    return tf.concat([masked_places(mask) for mask in masks], 0)
 
 
 def longer_mask(features):
@@ -238,15 +250,14 @@ def longer_mask(features):
     lengths = features['ids'].row_lengths()
     columns = tf.reduce_max(lengths) + 1
     masks = [tf.sequence_mask(lengths + 1, columns), tf.sequence_mask(lengths[::-1], columns)]
-    found = [tf.where(mask) for mask in masks]
-    return tf.concat(found, 0)
+    return tf.concat([masked_places(mask) for mask in masks], 0)
 
 
 def lengths_of_other_splits(features):
-    """The ends of one ragged tensor, and the starts of another one."""
+    """The ends of one ragged tensor, and the starts of another one; or of fewer rows."""
     splits = features['ids'].row_splits
     lengths = splits[1:] - tf.maximum(splits - 1, 0)[:-1]
-    return tf.repeat(tf.range(tf.size(lengths)), lengths)
+    return numbered(tf.repeat(tf.range(tf.size(lengths)), lengths))
 
 
 def rows_and_shapes(features):
@@ -278,6 +289,9 @@ def padded_positions(features):
     others = tf.boolean_mask(found[0][:, :2], tf.equal(found[2], -1))
     more = [tf.reshape(one + 1, [-1]) for one in found]
     looked_up = [tf.gather(tf.cast(ids.flat_values, tf.int32), one) for one in (own[0], own[2])]
+    # With another mask, some are -1.
+    with_padding = tf.boolean_mask(found[0], tf.not_equal(found[0][::-1], -1))
+    looked_up.append(tf.gather(tf.cast(ids.flat_values, tf.int32), tf.maximum(with_padding, 0)))
     return tf.concat([*own, others, *more, *looked_up], 0)
 
 
@@ -299,11 +313,11 @@ def parts_of_parts(features):
 def counts_of_columns(features):
     """Lengths by another column than that of the rows; some rows have as many."""
     parts = tf.string_split(features['text'])
-    count = tf.cast(parts.dense_shape[0], tf.int32)
     columns = tf.cast(parts.indices[:, 1], tf.int32)
+    count = tf.compat.dimension_value(features['text'].shape[0]) or tf.size(features['text'])
     lengths = tf.math.bincount(columns, minlength=count, maxlength=count)
-    lengths = tf.reshape(lengths, tf.shape(features['text']))
-    return tf.repeat(features['dense'], lengths, axis=0)
+    lengths.set_shape(features['text'].shape)
+    return numbered(tf.repeat(features['dense'][:, 0], lengths, axis=0))
 
 
 def with_padding_of_rows(features):
@@ -376,10 +390,11 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 @pytest.mark.parametrize('towers', [2, 4])
-def test_values_of_one_device(towers):
-    batches = [features for features, _ in batches_of(*ALL)]
-    options = {'static': False, 'preprocess': to_ragged}
+def test_values_of_one_device(towers, static):
+    batches = [features for features, _ in batches_of(*ALL[: 1 if static else None])]
+    options = {'static': static, 'preprocess': to_ragged}
     options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
     compare_outputs(PROGRAMS, batches, towers, **options)
 
