@@ -239,8 +239,9 @@ def masked_places(mask):
 def cut_mask(features):
     """Fewer entries than a row has."""
     lengths = features['ids'].row_lengths()
-    few = tf.maximum(tf.constant(0, tf.int64), tf.reduce_max(features['ids'].row_lengths()[:1]) + 1)
-    smallest = tf.maximum(tf.constant(0, tf.int64), tf.reduce_min(lengths + 1))
+    zero = tf.constant(0, tf.int64)
+    few = tf.maximum(zero, tf.reduce_max(lengths[1:2]))
+    smallest = tf.maximum(zero, tf.reduce_min(lengths))
     masks = [tf.sequence_mask(lengths, columns) for columns in (2, few, smallest)]
     return tf.concat([masked_places(mask) for mask in masks], 0)
 
@@ -290,7 +291,7 @@ def padded_positions(features):
     more = [tf.reshape(one + 1, [-1]) for one in found]
     looked_up = [tf.gather(tf.cast(ids.flat_values, tf.int32), one) for one in (own[0], own[2])]
     # With another mask, some are -1.
-    with_padding = tf.boolean_mask(found[0], tf.not_equal(found[0][::-1], -1))
+    with_padding = tf.boolean_mask(found[0], tf.not_equal(tf.roll(found[0], 1, 0), -1))
     looked_up.append(tf.gather(tf.cast(ids.flat_values, tf.int32), tf.maximum(with_padding, 0)))
     return tf.concat([*own, others, *more, *looked_up], 0)
 
