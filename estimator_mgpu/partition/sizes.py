@@ -86,6 +86,11 @@ def origin_of(rows: RowSpace) -> RowSpace:
     return rows.origin if isinstance(rows, SelectedRows) else rows
 
 
+def is_ordered(rows: RowSpace) -> bool:
+    """Whether each tower has rows that follow each other among those of the batch."""
+    return not isinstance(rows, SelectedRows) or rows.is_ordered
+
+
 # The symbols are data classes, as tuples of different kinds could be equal.
 
 

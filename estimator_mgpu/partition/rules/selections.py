@@ -72,6 +72,7 @@ from estimator_mgpu.partition.sizes import (
     Size,
     UniqueRows,
     full_size,
+    is_ordered,
     product,
 )
 
@@ -212,6 +213,8 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     factor = None if rows is None else sizes.per_row(mask, 0, rows)
     if rows is None or factor is None:
         return None
+    if not is_ordered(rows) and (factor != ONE or sizes.rank(mask) != 1):
+        return None  # Their order among those of all towers is told by one number for each row.
 
     # A mask that is reshaped has the same true entries.
     mask = _before_arrangement(mask)
