@@ -3,7 +3,7 @@
 Comes in: an op, and the symbolic sizes of its tensors. Comes out: a `Signature`, with a label for
 each dimension, or `NotSharded`. `notation` says how a rule is written; `axes` helps with ops that
 are told their axes; each other module is a family of ops, with its table and the functions for its
-special ops. `lists`, `handles`, `selections` and `entries` are apart: functions of
+special ops. `lists`, `handles`, `selections`, `entries` and `ragged` are apart: functions of
 placements.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
