@@ -483,7 +483,18 @@ def masked_taller(features):
     return narrow.indices, narrow.dense_shape, filled.values, filled.indices, is_empty
 
 
+def texts_of_entries(features):
+    """Parts of each entry's text, and each entry several times, whatever order entries are in."""
+    ids = features['sparse'].values
+    parts = tf.string_split(tf.strings.join([tf.strings.as_string(ids), 'a b'], ' '))
+    mask = tf.sequence_mask(ids % 3 + 1, 3)
+    several = tf.boolean_mask(tf.tile(ids[:, None], [1, 3]), mask)
+    one_after_another = tf.reshape(tf.stack([ids, ids + 1], 1), [-1])
+    return parts.indices, parts.values, several, tf.repeat(ids, ids % 3), one_after_another
+
+
 HOSTILE = [
+    texts_of_entries,
     rows_of_two_widths,
     two_ids_of_an_entry,
     summed_by_id_of_other_rows,
@@ -532,6 +543,7 @@ def test_values_of_one_device(towers, in_order):
 
     def model_fn(features, labels, mode):
         found = {**parts(features), **gradients(features)}
+        found.update(zip('abcde', texts_of_entries(features)))
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
     batches = batches_of(*ALL, in_order=in_order)

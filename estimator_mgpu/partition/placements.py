@@ -201,9 +201,29 @@ class PlacesOfIds(CountedByTower):
     rows: RowSpace  # those that have a place each
 
 
+@dataclass(frozen=True)
+class PaddedPositions(CountedByTower):
+    """Where the values of each row of a ragged tensor are among all; -1 fills rows up.
+
+    Each tower counts from its own first value: [[0, 1], [2, -1]], say.
+    """
+
+    values: SelectedRows
+    rows: RowSpace
+
+
 ListPlacement = Union[ShardList, RowList, SizeList, NestedList, ReplicateList]
 Placement = Union[
-    Replicate, Shard, Partial, ListPlacement, ByBranch, ElementShape, Flow, Positions, PlacesOfIds
+    Replicate,
+    Shard,
+    Partial,
+    ListPlacement,
+    ByBranch,
+    ElementShape,
+    Flow,
+    Positions,
+    PlacesOfIds,
+    PaddedPositions,
 ]
 
 

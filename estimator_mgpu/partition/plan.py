@@ -75,6 +75,14 @@ class SparseRows(NamedTuple):
     factor: Size  # how many rows of the sparse tensor an example has
 
 
+class RaggedRows(NamedTuple):
+    """The tower's rows of a ragged tensor: its values there, or their row splits."""
+
+    values: str  # the name of the tensor with the values
+    splits: str  # and of that with the row splits
+    rows: RowSpace
+
+
 class Constant(NamedTuple):
     """Known integers in place of the input: a vector, or a scalar."""
 
@@ -126,6 +134,7 @@ Need = Union[
     LocalRange,
     FullSizes,
     SparseRows,
+    RaggedRows,
     CountedFromFirst,
     Constant,
     Reduced,
@@ -219,7 +228,8 @@ class Plan(NamedTuple):
     # By the names of the ops that are in v1 loops, the loops around them, the outermost first. They
     # can use only what is there.
     frames: Mapping[str, tuple[LoopFrame, ...]] = {}
-    # What towers have of the indices and values of the batch's sparse tensors, by name.
-    entries: Mapping[str, SparseRows] = {}
+    # What towers have of the indices and values of the batch's sparse tensors, and of the values of
+    # its ragged ones, by name.
+    entries: Mapping[str, SparseRows | RaggedRows] = {}
     # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
     in_loops: Mapping[str, Placement] = {}

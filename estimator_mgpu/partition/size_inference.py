@@ -24,6 +24,7 @@ from estimator_mgpu.partition.sizes import (
     RowSpace,
     SelectedRows,
     Size,
+    Splits,
     UniqueRows,
     UnknownSize,
     full_size,
@@ -137,18 +138,16 @@ class Sizes:
             self.set_dims(tensor, [full_size(rows), *dims[1:]])
 
     def selections(
-        self, which: tf.Tensor, outputs: Sequence[tf.Tensor], rows: RowSpace
+        self, key: Hashable, outputs: Sequence[tf.Tensor], rows: RowSpace
     ) -> tuple[SelectedRows, ...]:
-        """The row spaces of the selections that an op makes of rows.
-
-        Ops that put rows into the same selections have the same.
+        """The row spaces of the selections that are made of rows.
 
         Args:
-          which: says in which selection each row is: a number, or by a mask whether it's in one.
-          outputs: of the op, one for each selection.
+          key: what says how many entries of each row are in which selection. Selections of which
+            the same says it are the same.
+          outputs: tensors with the entries, one for each selection.
           rows: what the selections are made of.
         """
-        key = which.name, outputs[0].op.type, len(outputs)
         picked_from = None
         if isinstance(rows, SelectedRows) and not rows.is_ordered:
             picked_from = rows
@@ -157,7 +156,12 @@ class Sizes:
             kind(selection.name, None, origin_of(rows), picked_from=picked_from)
             for selection in outputs
         ]
-        return self.same_for(key, tuple(made))
+        return self.same_for((key, rows), tuple(made))
+
+    def selection_of(self, key: Hashable, rows: RowSpace) -> SelectedRows | None:
+        """The selection, the only one of its op, of which a key says how many entries rows have."""
+        found = self._row_spaces.get((key, rows), [])
+        return found[0] if len(found) == 1 else None
 
     def same_for(self, key: Hashable, rows: T) -> T:
         """Row spaces that are the same wherever the key is: those that were given first."""
@@ -325,7 +329,9 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
 
 
 def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
-    """A tensor that is filled up to n entries has n: m of its own, and n - m zeros.
+    """Of n rows behind one more, and of a tensor that is filled up to n entries.
+
+    The latter has n: m of its own, and n - m zeros.
 
     Feature columns fill up the lengths of sequences so. This looks at the ops, rather than adding
     sizes, as n - m isn't a product.
@@ -335,6 +341,10 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
         return None
     x, filler = values
     dims = sizes.dims(x)
+    behind = sizes.dims(filler) or []
+    rows = behind[0].rows if behind else None
+    if rows is not None and dims == [ONE] and behind == [full_size(rows)]:
+        return [Size(1, (Splits(rows),))]  # Such as a 0, and the ends of rows behind it.
     if filler.op.type != op_types.FILL or filler.op.inputs[0].op.type != 'Sub' or not dims:
         return None
     count, count_of_x = filler.op.inputs[0].op.inputs
@@ -345,6 +355,7 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
 
 _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
     'ConcatV2': _shape_of_concat,
+    'Cumsum': lambda sizes, op: sizes.dims(op.inputs[0]),
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
     'StridedSlice': _shape_of_slice,

@@ -86,6 +86,11 @@ def origin_of(rows: RowSpace) -> RowSpace:
     return rows.origin if isinstance(rows, SelectedRows) else rows
 
 
+def is_ordered(rows: RowSpace) -> bool:
+    """Whether each tower has rows that follow each other among those of the batch."""
+    return not isinstance(rows, SelectedRows) or rows.is_ordered
+
+
 # The symbols are data classes, as tuples of different kinds could be equal.
 
 
@@ -117,7 +122,14 @@ class Largest(Entry):
     """The largest one of the entries that towers have there, each of its own."""
 
 
-Symbol = Union[RowSpace, Splits, Dim, Entry]
+@dataclasses.dataclass(frozen=True)
+class LongestRow:
+    """How many values the longest row of a ragged tensor has."""
+
+    tensor: str  # the row splits, or what says in which row each value is
+
+
+Symbol = Union[RowSpace, Splits, Dim, Entry, LongestRow]
 
 
 @dataclasses.dataclass(frozen=True)

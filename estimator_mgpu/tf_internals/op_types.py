@@ -93,6 +93,7 @@ SHAPE_QUERIES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 SHAPE_OUTPUTS = {
     'SparseReshape': 1,
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], 2),
+    **dict.fromkeys(['StringSplit', 'StringSplitV2'], 2),
 }
 """Ops that give a sparse tensor, and which of their outputs is its shape."""
 BROADCAST_GRADIENT_ARGS = 'BroadcastGradientArgs'

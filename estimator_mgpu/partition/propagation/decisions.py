@@ -36,7 +36,7 @@ from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import entries, handles, lists, selections, sparse
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import RowSpace, UniqueRows, full_size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
 from estimator_mgpu.tf_internals import op_types
 
 _SELECTIONS = (*selections.TYPES, *entries.TYPES)
@@ -62,7 +62,7 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
         raise
     except Exception as error:
         raise failure(op, error) from error
-    if decision is None or not _keeps_ids(op, decision):
+    if decision is None or not _keeps_ids(op, decision) or not _keeps_order(decision):
         raise NotSharded
     if op.type in sparse.RULES and not _keeps_height(decision, placements):
         raise NotSharded
@@ -101,6 +101,24 @@ def _keeps_ids(op: tf.Operation, decision: Decision) -> bool:
             continue
         dims = decision.dims[index] if decision.dims else None
         if placement != Shard(0, rows) or not dims or dims[0] != full_size(rows):
+            return False
+    return True
+
+
+def _keeps_order(decision: Decision) -> bool:
+    """Whether towers have one entry for each of the rows that are in any order.
+
+    They are put in the order of the batch by a number for each row.
+    """
+    for need in decision.plan.needs:
+        if isinstance(need, SparseRows) and not is_ordered(need.rows):
+            return False
+        if isinstance(need, Slice) and not is_ordered(need.rows) and need.factor != ONE:
+            return False
+    for placement, dims in zip(decision.placements, decision.dims):
+        if not isinstance(placement, Shard) or is_ordered(placement.rows):
+            continue
+        if dims is None or dims[placement.axis] != full_size(placement.rows):
             return False
     return True
 

@@ -23,7 +23,7 @@ from estimator_mgpu.partition.placements import (
     Shard,
     rows_of,
 )
-from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan, SparseRows
+from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan, RaggedRows, SparseRows
 from estimator_mgpu.partition.propagation.branches import (
     decide_branches,
     decide_merge,
@@ -34,6 +34,7 @@ from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_lo
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
+from estimator_mgpu.partition.rules.row_lengths import of_splits
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -98,11 +99,13 @@ def propagate(
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
-        entries: dict[str, SparseRows] = {}
+        entries: dict[str, SparseRows | RaggedRows] = {}
         for tensor in unsharded:
             _begin_unsharded(scope, tensor)
             if isinstance(tensor, tf.SparseTensor):
                 entries.update(_begin_entries(scope, tensor))
+            if isinstance(tensor, tf.RaggedTensor):
+                entries.update(_begin_ragged(scope, tensor))
 
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
@@ -194,6 +197,23 @@ def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRow
     scope.sizes.set_dims(values, [count])
     need = SparseRows(indices.name, scope.batch, ONE)
     return {indices.name: need, values.name: need}
+
+
+def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows]:
+    """Begins with a ragged tensor: each tower has the values of its examples.
+
+    Returns:
+      By name, what towers take of its values: nothing if values are ragged themselves, or if the
+      graph doesn't know how many dimensions they have.
+    """
+    values, splits = tensor.values, tensor.row_splits
+    is_dense = isinstance(values, tf.Tensor) and values.shape.rank
+    if not is_dense or values.name in scope.placements:
+        return {}
+    [rows] = scope.sizes.selections(of_splits(splits), [values], scope.batch)
+    scope.placements[values.name] = Shard(0, rows)
+    scope.sizes.set_dims(values, [full_size(rows), *scope.sizes.static_dims(values)[1:]])
+    return {values.name: RaggedRows(values.name, splits.name, scope.batch)}
 
 
 class _Pass:

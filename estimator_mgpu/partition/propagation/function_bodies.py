@@ -30,6 +30,7 @@ from estimator_mgpu.partition.plan import (
     LocalShape,
     Need,
     OpPlan,
+    RaggedRows,
     Reduced,
     Slice,
     SparseRows,
@@ -273,8 +274,8 @@ class FunctionBody:
         if isinstance(need, Slice) or need == FULL_ON_FIRST:
             return LOCAL if self.scope.assumes else self._part_inside(op, tensor, need)
 
-        if isinstance(need, SparseRows):
-            raise NotSharded(f'in it, {op.type} needs rows of a sparse tensor')
+        if isinstance(need, (SparseRows, RaggedRows)):
+            raise NotSharded(f'in it, {op.type} needs rows of a sparse or ragged tensor')
         if isinstance(need, LocalShape):
             self._check_local_shape(op, need, differs)
             return LOCAL if differs else need

@@ -178,12 +178,18 @@ class Match:
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
     ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the entries of a shape that depend on the number of examples."""
+        """The same for the entries of a shape that depend on the number of examples.
+
+        Or on that of rows which towers have selected: what is added to these is made there, too.
+        """
         batch = self._scope.batch
         candidates: list[tuple[Label, Size, RowSpace]] = []
         for label, size in zip(operand.labels, self._sizes.entries(tensor) or []):
-            if batch in size.symbols:
-                candidates.append((label, size, batch))
+            rows = batch if batch in size.symbols else size.rows
+            if rows is batch or (
+                isinstance(rows, SelectedRows) and not isinstance(rows, UniqueRows)
+            ):
+                candidates.append((label, size, rows))
         return candidates
 
     def _along_gathered(

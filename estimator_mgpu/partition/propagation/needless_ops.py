@@ -27,7 +27,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial, Shard
-from estimator_mgpu.partition.plan import LOCAL, Constant, Plan, SparseRows
+from estimator_mgpu.partition.plan import LOCAL, Constant, Plan, RaggedRows, SparseRows
 from estimator_mgpu.tf_internals import graphs, op_types
 
 
@@ -42,10 +42,10 @@ def bypass_needless_ops(division: Division) -> None:
     plan = division.plan
     order = division.order
     named_by_needs = {
-        need.indices
+        need.indices if isinstance(need, SparseRows) else need.splits
         for op_plan in plan.ops.values()
         for need in op_plan.needs
-        if isinstance(need, SparseRows)
+        if isinstance(need, (SparseRows, RaggedRows))
     }
     redirections = graphs.Redirections()
     replaced: dict[str, tf.Tensor] = {}

@@ -44,7 +44,8 @@ from estimator_mgpu.partition.plan import (
     Slice,
     local_shape_of,
 )
-from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows
+from estimator_mgpu.partition.rules import ragged
+from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
 from estimator_mgpu.partition.rules.selections import of_positions
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
@@ -237,19 +238,8 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has."""
     positions = placements[0]
-    begin = sizes.numbers(op.inputs[1])
-    if not isinstance(positions, Positions) or sizes.rank(op.inputs[0]) != 2:
-        return None
-    masks = {
-        name: op.get_attr(f'{name}_mask')
-        for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
-    }
-    takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]
-    is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
-    if not takes_all_rows or not is_column or not begin:
-        return None
-    column = begin[1]  # Of a dimension that is in `shrink_axis_mask`, TensorFlow ignores others.
-    if column < 0:
+    column = column_of(op, sizes)
+    if not isinstance(positions, Positions) or column is None:
         return None
     placement: Placement = positions.shard
     if column == 0:
@@ -426,8 +416,9 @@ _RULES = {
     'Unique': _unique,
     'GatherV2': _gather,
     'UnsortedSegmentSum': _gradient_of_gather,
+    **ragged.RULES,
     **dict.fromkeys(_GRADIENTS, _gradient),
     **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
 }
-TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'UnsortedSegmentSum'})
+TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum'})
 """Types of ops that are sharded by these rules, or run once."""

@@ -50,7 +50,7 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
     Such as [[0, 0], [0, 1], [1, 0], [1, 1]], those of a sparse tensor without gaps. `rows` are
     those of which there are all.
     """
-    indices = _behind_casts(indices)
+    indices = behind_casts(indices)
     first = _first_numbers(indices, sizes)
     if first is None and indices.op.type == 'Transpose':
         columns = indices.op.inputs[0].op
@@ -73,14 +73,31 @@ def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
       rows: how many rows the tensor has in which the indices are looked up.
       sizes: of tensors.
     """
-    indices = _behind_casts(indices)
+    indices = behind_casts(indices)
     if indices.op.type == 'Reshape' and sizes.rank(indices) == 1:
         indices = indices.op.inputs[0]  # Of a matrix, say, with the numbers of a row in each row.
     dims = sizes.dims(indices) or [Size(-1)]
     return bool(dims[0].same_as(rows)) and _is_position(indices, 0, sizes)
 
 
-def _behind_casts(indices: tf.Tensor) -> tf.Tensor:
+def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
+    """Which column a slice such as `indices[:, 0]` takes of a matrix; None if it takes others."""
+    begin = sizes.numbers(op.inputs[1])
+    if sizes.rank(op.inputs[0]) != 2 or not begin:
+        return None
+    masks = {
+        name: op.get_attr(f'{name}_mask')
+        for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
+    }
+    takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]
+    is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
+    if not takes_all_rows or not is_column:
+        return None
+    column = begin[1]  # Of a dimension that is in `shrink_axis_mask`, TensorFlow ignores others.
+    return None if column < 0 else column
+
+
+def behind_casts(indices: tf.Tensor) -> tf.Tensor:
     """What indices were before identities, and casts that keep all numbers of rows."""
     while indices.op.type in ('Cast', 'Identity') and indices.dtype in _NUMBERS_OF_ROWS:
         indices = indices.op.inputs[0]

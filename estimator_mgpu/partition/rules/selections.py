@@ -32,12 +32,20 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.placements import CountedByTower, Placement, Positions, Shard
+from estimator_mgpu.partition.placements import (
+    CountedByTower,
+    PaddedPositions,
+    Placement,
+    Positions,
+    Shard,
+)
 from estimator_mgpu.partition.plan import (
     FULL,
     LOCAL,
     Constant,
+    CountedFromFirst,
     Decision,
+    Form,
     LocalRange,
     LocalShape,
     Need,
@@ -53,8 +61,20 @@ from estimator_mgpu.partition.rules import (
     shapes,
     strings,
 )
+from estimator_mgpu.partition.rules.row_indices import are_rows
+from estimator_mgpu.partition.rules.row_lengths import of_sequence_mask
+from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    RowSpace,
+    SelectedRows,
+    Size,
+    UniqueRows,
+    full_size,
+    is_ordered,
+    product,
+)
 
 _PARTITION = 'DynamicPartition'
 _STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
@@ -125,10 +145,11 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     if factor is None:
         return None
 
-    selections = sizes.selections(which, op.outputs, rows)
+    key = which.name, op.type, len(op.outputs)
+    selections = sizes.selections(key, op.outputs, rows)
     need: Need
     outputs: list[Placement]
-    if _is_range(data, sizes):
+    if is_range(data, sizes):
         need = LocalRange(rows, factor)
         outputs = [Positions(selection, selections, rows, factor) for selection in selections]
     else:
@@ -146,7 +167,7 @@ def _rows_to_select(placement: Placement) -> RowSpace | None:
     return placement.rows
 
 
-def _is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
+def is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
     """Whether a tensor is a vector of the numbers from 0 on: its entries are their positions."""
     if sizes.rank(tensor) != 1:
         return False
@@ -192,11 +213,13 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     factor = None if rows is None else sizes.per_row(mask, 0, rows)
     if rows is None or factor is None:
         return None
+    if not is_ordered(rows) and (factor != ONE or sizes.rank(mask) != 1):
+        return None  # Their order among those of all towers is told by one number for each row.
 
     # A mask that is reshaped has the same true entries.
-    while mask.op.type in _SAME_ENTRIES:
-        mask = mask.op.inputs[0]
-    [selection] = sizes.selections(mask, op.outputs, rows)
+    mask = _before_arrangement(mask)
+    key = of_sequence_mask(mask, sizes) or (mask.name, op.type)
+    [selection] = sizes.selections(key, op.outputs, rows)
     columns = Size(sizes.rank(op.inputs[0]))
     positions = Positions(selection, (), rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[full_size(selection), columns]])
@@ -217,6 +240,11 @@ def _keep_positions(
     if op.type in ('Cast', 'Identity'):
         return Decision(OpPlan((LOCAL,)), [placements[0]], [dims])
 
+    if isinstance(placements[0], PaddedPositions):
+        if op.type != 'Reshape' or sizes.entries(op.inputs[1]) not in ([Size(-1)], [product(dims)]):
+            return None
+        return Decision(OpPlan((LOCAL, Constant((-1,)))), [placements[0]], [[product(dims)]])
+
     columns_before = dims[1:]
     columns_after = sizes.static_dims(output)[1:]
     if not output.shape.rank or not _are_one(columns_before) or not _are_one(columns_after):
@@ -235,13 +263,67 @@ def _are_one(columns: list[Size]) -> bool:
     return columns in ([], [ONE])
 
 
+def _zeros_like(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`ZerosLike`: zeros, as many as positions."""
+    [positions] = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, Positions) or not dims:
+        return None
+    return Decision(OpPlan((LOCAL,)), [positions.shard], [dims])
+
+
+def _with_zero(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Maximum` and `GreaterEqual` of positions and zeros, in gradients of sums by segments.
+
+    A position that is counted from a tower's first row is negative if it was so before: only the
+    first tower is given such.
+    """
+    positions, zeros = placements
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(positions, Positions) or not dims or not is_zero(op.inputs[1]):
+        return None
+    is_scalar = op.inputs[1].shape.rank == 0
+    if not is_scalar and (zeros != positions.shard or sizes.dims(op.inputs[1]) != dims):
+        return None
+    placement: Placement = positions if op.type == 'Maximum' else positions.shard
+    return Decision(OpPlan((LOCAL, FULL if is_scalar else LOCAL)), [placement], [dims])
+
+
 def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`GatherV2` of a vector of positions: it takes the rows of a selection."""
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_rows or sizes.rank(indices) != 1:
         return None
+    if isinstance(placements[0], PaddedPositions):
+        return _without_padding(op, placements, sizes)
     return _taken(rows, placements[:2], 1, sizes, (FULL,))
+
+
+def _without_padding(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """Padded positions, a vector, without their padding: at the positions where they aren't -1."""
+    padded, positions, _ = placements
+    if not isinstance(padded, PaddedPositions) or not isinstance(positions, Positions):
+        return None
+    found = _before_arrangement(op.inputs[1])
+    mask = _before_arrangement(found.op.inputs[0]) if found.op.type == _WHERE else found
+    if mask.op.type != 'NotEqual' or positions.rows is not padded.rows:
+        return None
+    marks = mask.op.inputs[1]
+    is_mask = _before_arrangement(mask.op.inputs[0]) is _before_arrangement(op.inputs[0])
+    if not is_mask or sizes.entries(marks) != [Size(-1)]:
+        return None
+    taken = Positions(positions.selection, (), padded.values, ONE)
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [taken], [[positions.count]])
+
+
+def _before_arrangement(tensor: tf.Tensor) -> tf.Tensor:
+    """What a tensor was before ops that keep its entries, in order."""
+    while tensor.op.type in _SAME_ENTRIES:
+        tensor = tensor.op.inputs[0]
+    return tensor
 
 
 def _gather_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -274,7 +356,7 @@ def _taken(
         return None
     if not dims[0].same_as(positions.total):
         return None
-    need: Need = LOCAL
+    need: Form | Slice = LOCAL
     taken: Placement = positions.shard
     if isinstance(placement, Positions) and placement.shard == Shard(0, positions.rows):
         taken = dataclasses.replace(
@@ -284,12 +366,25 @@ def _taken(
             factor=placement.factor,
             fill_rows=positions.fill_rows and placement.fill_rows,
         )
-    elif placement != Shard(0, positions.rows):
-        if isinstance(positions.rows, UniqueRows):
-            return None
-        need = Slice(0, positions.rows, positions.factor)
+    elif isinstance(positions.rows, UniqueRows) and placement != Shard(0, positions.rows):
+        return None
+    else:
+        if placement != Shard(0, positions.rows):
+            need = Slice(0, positions.rows, positions.factor)
+        if _are_numbers_of_rows(rows, positions.rows, sizes):
+            taken = dataclasses.replace(positions, selections=(), factor=ONE, fill_rows=False)
+            counted = CountedFromFirst(need, positions.rows, ONE)
+            plan = OpPlan((counted, LOCAL, *more_needs))
+            return Decision(plan, [taken], [[positions.count]])
     selection_dims = [positions.count, *dims[named:]]
     return Decision(OpPlan((need, LOCAL, *more_needs)), [taken], [selection_dims])
+
+
+def _are_numbers_of_rows(tensor: tf.Tensor, rows: RowSpace, sizes: Sizes) -> bool:
+    """Whether a vector has, for each entry of a row, the number of the row: `[0, 0, 1, 1]`, say."""
+    if isinstance(rows, SelectedRows) or sizes.rank(tensor) != 1:
+        return False
+    return tensor.dtype in _INDEX_TYPES and are_rows(tensor, full_size(rows), sizes)
 
 
 def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -358,6 +453,8 @@ def of_positions(positions: Positions, placement: Placement) -> Need:
 
 _USES = {
     **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
+    'ZerosLike': _zeros_like,
+    **dict.fromkeys(['GreaterEqual', 'Maximum'], _with_zero),
     'GatherV2': _gather,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,

@@ -23,6 +23,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     OpPlan,
     Plan,
+    RaggedRows,
     Reduced,
     Slice,
     SparseRows,
@@ -181,8 +182,8 @@ class Copies:
             return self._operand_in_loop(op, tensor, need, tower, device)
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
-        if isinstance(need, SparseRows):
-            return self._values.sparse_rows(tensor, need, tower)
+        if isinstance(need, (SparseRows, RaggedRows)):
+            return self._values.entries(tensor, need, tower)
         if isinstance(need, CountedFromFirst):
             indices = self._operand(op, tensor, need.indices, tower, device)
             return self._values.counted_from_first(tensor, indices, need, tower, device)
@@ -230,7 +231,10 @@ class Copies:
         if isinstance(need, LocalShape):
             shards = self._values.shards_of(need.rows)
         dtype = tensor.dtype.base_dtype
-        sizes = shards.local_sizes(need, tower, tensor.shape.rank == 0, dtype)
+        is_scalar = tensor.shape.rank == 0
+        if isinstance(need, LocalShape) and len(need.entries) > 1:
+            is_scalar = False  # It may take the place of a -1, which asks for any shape.
+        sizes = shards.local_sizes(need, tower, is_scalar, dtype)
         return self._nodes.tensor(sizes, dtype, dtype)
 
     def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:

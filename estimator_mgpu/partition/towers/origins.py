@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
-from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.plan import Plan, RaggedRows
 from estimator_mgpu.partition.sizes import PickedIds
 from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.tf_internals import op_types
@@ -38,6 +38,8 @@ class Origins:
         self._host = host
         self.sources = {*(tensor.name for tensor in plan.sources), *plan.entries}
         """The names of the batch's tensors."""
+        ragged = [need for need in plan.entries.values() if isinstance(need, RaggedRows)]
+        self._row_splits = {need.splits for need in ragged}
         # Features that one machine has read as a whole.
         whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
         whole_sources.update(plan.entries)
@@ -91,7 +93,7 @@ class Origins:
 
     def _is_on_host(self, tensor: tf.Tensor) -> bool:
         """Whether a value without a device is on the host: of the batch, or a text, say."""
-        if tensor.name in self.sources:
+        if tensor.name in self.sources or tensor.name in self._row_splits:
             return True
         return is_gpu(self._first) and not has_gpu_kernel(tensor.op.node_def)
 

@@ -15,10 +15,11 @@ from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.placements import MOMENTS, Partial, Shard
+from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
+    RaggedRows,
     Reduced,
     Slice,
     SparseRows,
@@ -28,6 +29,7 @@ from estimator_mgpu.partition.sizes import (
     Dim,
     Entries,
     Largest,
+    LongestRow,
     RowSpace,
     SelectedRows,
     Size,
@@ -39,6 +41,7 @@ from estimator_mgpu.partition.sizes import (
 )
 from estimator_mgpu.partition.towers import (
     bits,
+    ragged_rows,
     reduce_and_gather,
     sparse_rows,
     unique_ids,
@@ -129,7 +132,7 @@ class Values:
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
-            return self.sparse_rows(tensor, self._plan.entries[tensor.name], tower)
+            return self.entries(tensor, self._plan.entries[tensor.name], tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
@@ -155,32 +158,54 @@ class Values:
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
 
-    def sparse_rows(self, tensor: tf.Tensor, need: SparseRows, tower: Tower) -> str:
-        """A tower's rows of a sparse tensor: the indices of its entries, or their values."""
-        shards = self.shards_of(need.rows)
-        indices = self._graph.get_tensor_by_name(need.indices)
+    def entries(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
+        """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
+        if isinstance(need, RaggedRows) and tensor.name == need.splits:
+            return self._row_splits(need, tower)
         positions = self._positions_of_entries(need, tower)
         device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
         taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
-        if tensor.name != need.indices:
+        if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
-        columns = indices.shape.as_list()[1]
+        shards = self.shards_of(need.rows)
+        columns = tensor.shape.as_list()[1]
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
 
-    def _positions_of_entries(self, need: SparseRows, tower: Tower) -> str:
-        """Which entries of a sparse tensor are a tower's: their positions among all, a vector."""
+    def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
+        """Which entries, or values, are a tower's: their positions among all, a vector."""
+        shards = self.shards_of(need.rows)
+        if isinstance(need, RaggedRows):
+            bounds, device = self._bounds_of_rows(need)
+            return ragged_rows.positions(shards, bounds, tower, device)
         indices = self._graph.get_tensor_by_name(need.indices)
         return sparse_rows.positions(
-            self.shards_of(need.rows),
+            shards,
             self.full(indices),
             indices.dtype,
             need.factor,
             tower,
             self.origins.device_of_full(indices),
         )
+
+    def _row_splits(self, need: RaggedRows, tower: Tower) -> str:
+        """The row splits of a tower's rows."""
+        bounds, device = self._bounds_of_rows(need)
+        dtype = self._graph.get_tensor_by_name(need.splits).dtype
+        splits = ragged_rows.row_splits(self.shards_of(need.rows), bounds, tower, device)
+        return self._nodes.cast(splits, tf.int64, dtype, device)
+
+    def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
+        """Where the rows of a ragged tensor begin and end among its values; and the device."""
+        values = self._graph.get_tensor_by_name(need.values)
+        splits = self._graph.get_tensor_by_name(need.splits)
+        device = self.origins.device_of_full(splits)
+        bounds = ragged_rows.bounds(
+            self._nodes, self.full(splits), splits.dtype, self.full(values), values.dtype, device
+        )
+        return bounds, device
 
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
         """Where a tower's rows are among all of a selection, if these may be in any order."""
@@ -435,6 +460,8 @@ class Values:
             return self.shards_of(symbol.rows).total_as(dtype, more=1)
 
         tensor = self._graph.get_tensor_by_name(symbol.tensor)
+        if isinstance(symbol, LongestRow):
+            return self._longest_row(tensor, dtype)
         if isinstance(symbol, Largest):
             return self._largest_entry(tensor, symbol.position, dtype)
         with self._nodes.for_many():
@@ -463,6 +490,31 @@ class Values:
             types = {'T': tensor.dtype, 'Tidx': tf.int32}
             largest = self._nodes.add('Max', [vector, 0], host, **types)
             return self._nodes.cast(largest, tensor.dtype, dtype, host)
+
+    def _longest_row(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
+        """How many values the longest row has, of row splits, or of what towers have of rows."""
+        nodes = self._nodes
+        placement = self._plan.placements.get(tensor.name)
+        with nodes.for_many():
+            host = nodes.host
+            if not isinstance(placement, Positions):
+                device = self.origins.device_of_full(tensor)
+                longest = ragged_rows.longest(nodes, self.full(tensor), tensor.dtype, device)
+                return nodes.cast(longest, tensor.dtype, dtype, host)
+            shards = self.shards_of(placement.rows)
+            of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
+            for tower in self._towers:
+                _, count = shards.extent(placement.factor, tower, tensor.dtype)
+                rows = self.local(tensor, tower)
+                count = nodes.scalar(count, tensor.dtype)
+                of_towers.append(
+                    ragged_rows.most_in_a_row(
+                        nodes, rows, tensor.dtype, count, host_of(tower.device)
+                    )
+                )
+            vector = nodes.add('Pack', of_towers, host, T=tf.int64, N=len(of_towers))
+            largest = nodes.add('Max', [vector, 0], host, T=tf.int64, Tidx=tf.int32)
+            return nodes.cast(largest, tf.int64, dtype, host)
 
     def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""

@@ -1,0 +1,131 @@
+"""Tells from the graph what says how many entries each row has.
+
+`row_splits[1:] - row_splits[:-1]` are the lengths of a ragged tensor's rows, and
+`tf.sequence_mask(lengths)` has as many true entries in each row. So what `tf.where` finds in such a
+mask has as many entries in each row as the ragged tensor has, and both can be used together: that's
+how the number of its row is made for each value of a ragged tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
+from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import ONE, Size
+
+
+def of_splits(splits: tf.Tensor) -> Hashable:
+    """What says how many values each row of a ragged tensor has."""
+    return 'row splits', behind_casts(splits).name
+
+
+def of_indices(indices: tf.Tensor) -> Hashable:
+    """What says how many entries each row of a sparse tensor has."""
+    return 'indices', indices.name
+
+
+def is_count(op: tf.Operation) -> bool:
+    """Whether an op is a `DenseBincount` that counts each number as often as it's there."""
+    if op.type != 'DenseBincount' or op.get_attr('binary_output'):
+        return False
+    return op.inputs[2].shape.num_elements() == 0  # the weights
+
+
+def limited(count: tf.Tensor, sizes: Sizes) -> tf.Tensor:
+    """The `n` of `minimum(n, maximum(n, x))`, as `tf.math.bincount` has it; or the count itself."""
+    if count.op.type != 'Minimum':
+        return count
+    n, at_least = count.op.inputs
+    if at_least.op.type != 'Maximum' or sizes.entries(n) is None:
+        return count
+    return n if sizes.entries(at_least.op.inputs[0]) == sizes.entries(n) else count
+
+
+def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> Hashable | None:
+    """What says how many true entries each row of a mask has; None if it's no sequence mask.
+
+    Args:
+      mask: `range(max(0, max(lengths))) < lengths[:, None]`, say.
+      sizes: of tensors.
+    """
+    if mask.op.type != 'Less':
+        return None
+    places, lengths = mask.op.inputs
+    lengths = behind_casts(lengths)
+    if places.op.type != 'Range' or lengths.op.type != 'ExpandDims':
+        return None
+    axis = sizes.numbers(lengths.op.inputs[1])
+    start, limit, delta = places.op.inputs
+    if axis not in ([-1], [sizes.rank(lengths) - 1]) or sizes.entries(start) != [Size(0)]:
+        return None
+    key = _of_lengths(lengths.op.inputs[0], sizes)
+    longest = _maximum_with_zero(behind_casts(limit), sizes)
+    if sizes.entries(delta) != [ONE] or longest is None or longest.op.type != 'Max':
+        return None
+    is_of_all = sizes.numbers(longest.op.inputs[1]) == list(range(sizes.rank(longest.op.inputs[0])))
+    return key if is_of_all and _of_lengths(longest.op.inputs[0], sizes) == key else None
+
+
+def _maximum_with_zero(tensor: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
+    """The `x` of `maximum(0, x)`; None if a tensor isn't that."""
+    if tensor.op.type != 'Maximum':
+        return None
+    zero, x = tensor.op.inputs
+    return behind_casts(x) if sizes.entries(zero) == [Size(0)] else None
+
+
+def _of_lengths(lengths: tf.Tensor, sizes: Sizes) -> Hashable:
+    """What says how long rows are: a ragged tensor's row splits, or the tensor with the lengths."""
+    lengths = _behind_reshapes(lengths, sizes)
+    if lengths.op.type == 'Sub':
+        ends, starts = map(behind_casts, lengths.op.inputs)
+        if _is_slice(ends, 'begin', 1, sizes) and _is_slice(starts, 'end', -1, sizes):
+            splits = behind_casts(ends.op.inputs[0])
+            if splits is behind_casts(starts.op.inputs[0]):
+                summed = _lengths_before_sum(splits, sizes)
+                return of_splits(splits) if summed is None else _of_lengths(summed, sizes)
+    if is_count(lengths.op):
+        rows = _behind_reshapes(lengths.op.inputs[0], sizes)
+        if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
+            return of_indices(rows.op.inputs[0])
+    return 'lengths', lengths.name
+
+
+def _lengths_before_sum(splits: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
+    """The lengths of which row splits are made, by `concat([[0], cumsum(lengths)], 0)`; or None."""
+    if splits.op.type != 'ConcatV2' or len(splits.op.inputs) != 3:
+        return None
+    zero, ends, _ = splits.op.inputs
+    if sizes.entries(zero) != [Size(0)] or ends.op.type != 'Cumsum':
+        return None
+    is_plain = not (ends.op.get_attr('exclusive') or ends.op.get_attr('reverse'))
+    return ends.op.inputs[0] if is_plain and sizes.rank(ends) == 1 else None
+
+
+def _behind_reshapes(tensor: tf.Tensor, sizes: Sizes) -> tf.Tensor:
+    """What a tensor was before casts, and before what leaves its shape as it is."""
+    tensor = behind_casts(tensor)
+    while tensor.op.type in ('BroadcastTo', 'Reshape') and _keeps_dims(tensor.op, sizes):
+        tensor = behind_casts(tensor.op.inputs[0])
+    return tensor
+
+
+def _keeps_dims(op: tf.Operation, sizes: Sizes) -> bool:
+    dims = sizes.dims(op.inputs[0])
+    return dims is not None and dims == sizes.dims(op.outputs[0])
+
+
+def _is_slice(tensor: tf.Tensor, end: str, number: int, sizes: Sizes) -> bool:
+    """Whether a tensor is `x[1:]` or `x[:-1]` of a vector: cut by a number at one end."""
+    op = tensor.op
+    if op.type != 'StridedSlice' or sizes.rank(op.inputs[0]) != 1:
+        return False
+    other_end = 'end' if end == 'begin' else 'begin'
+    masks = {f'{name}_mask': 0 for name in ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')}
+    masks[f'{other_end}_mask'] = 1
+    cut = op.inputs[1 if end == 'begin' else 2]
+    has_masks = all(op.get_attr(name) == mask for name, mask in masks.items())
+    return has_masks and sizes.numbers(cut) == [number] and sizes.numbers(op.inputs[3]) == [1]
