@@ -26,6 +26,7 @@ def bounds(
     dtype: tf.DType,
     values: str,
     value_dtype: tf.DType,
+    value_device: str,
     device: str,
 ) -> str:
     """Where rows begin, and where the last one ends: row splits from 0 to the number of values.
@@ -36,11 +37,12 @@ def bounds(
       dtype: their type.
       values: those of all rows.
       value_dtype: their type.
+      value_device: where they are.
       device: where this is computed.
     """
     between = nodes.add('StridedSlice', [splits, [1], [-1], [1]], device, T=dtype, Index=tf.int32)
     between = nodes.cast(between, dtype, tf.int64, device)
-    shape = nodes.add('Shape', [values], device, T=value_dtype, out_type=tf.int64)
+    shape = nodes.add('Shape', [values], value_device, T=value_dtype, out_type=tf.int64)
     count = nodes.add('StridedSlice', [shape, [0], [1], [1]], device, T=tf.int64, Index=tf.int32)
     first = nodes.tensor([0], tf.int64)
     return nodes.concat([first, between, count], 0, tf.int64, device)

@@ -203,7 +203,13 @@ class Values:
         splits = self._graph.get_tensor_by_name(need.splits)
         device = self.origins.device_of_full(splits)
         bounds = ragged_rows.bounds(
-            self._nodes, self.full(splits), splits.dtype, self.full(values), values.dtype, device
+            self._nodes,
+            self.full(splits),
+            splits.dtype,
+            self.full(values),
+            values.dtype,
+            self.origins.device_of_full(values),
+            device,
         )
         return bounds, device
 
