@@ -142,7 +142,8 @@ def checked(devices: Any) -> int | list[str] | None:
             raise ValueError(f'devices={devices} leaves nothing to run on: {_LEGAL}.')
         return int(devices)
     try:
-        listed = [devices] if isinstance(devices, str) else list(devices)
+        one = isinstance(devices, (str, bytes))
+        listed: list[Any] = [devices] if one else list(devices)
     except TypeError as error:
         raise TypeError(f'devices={devices!r} is of {type(devices).__name__}: {_LEGAL}.') from error
     if not listed:
@@ -210,7 +211,8 @@ def _canonical(device: str) -> str:
         )
     with contextlib.suppress(ValueError):
         spec = device_spec(device)
-        if spec.device_type in ('CPU', 'GPU') and spec.device_index is not None:
+        index = spec.device_index
+        if spec.device_type in ('CPU', 'GPU') and index is not None and index >= 0:
             return spec.to_string()
     raise ValueError(
         f'{device!r} in devices is unknown: it names no numbered CPU or GPU. {_LEGAL}.'

@@ -31,7 +31,9 @@ class _StepHook(tf.train.SessionRunHook):
     def __init__(self, **counts: Count):
         for name, value in counts.items():
             if value is not None and not is_count(value):
-                raise ValueError(f'{name}={value!r} is no count of these. Give a positive int.')
+                raise ValueError(
+                    f'{name}={value!r} is no number of steps, or of examples. Give a positive int.'
+                )
         self._batch_size = counts['batch_size']
 
     def begin(self) -> None:

@@ -110,6 +110,8 @@ def test_batch(given, expected):
         (2.5, TypeError, 'of float'),
         (np.array(2), TypeError, 'of ndarray'),
         (np.int64(0), ValueError, 'leaves nothing to run on'),
+        (b'/cpu:0', TypeError, "b'/cpu:0' in devices is of bytes, not a str such as .*GPU:0"),
+        (['/cpu:0', '/cpu:-1'], ValueError, 'names no numbered CPU or GPU'),
         ([0, 1], TypeError, '0 in devices is of int, not a str such as .*GPU:0'),
         (['/gpu:0'], ValueError, 'this machine has no GPU'),
         (['/device:TPU:0'], ValueError, 'names no numbered CPU or GPU'),

@@ -436,6 +436,12 @@ def test_drawing(tmp_path):
     assert 'A step on one device: nothing is sharded' in path.read_text()
 
 
+@pytest.mark.parametrize('path', [5, '', 'plan', '.svg'], ids=repr)
+def test_a_drawing_without_a_format(path):
+    with pytest.raises(ValueError, match=r"names no file of a picture.*draw\('plan.svg'\)"):
+        explain(ranked).draw(path)
+
+
 def test_bars():
     """None is empty, and those of less than 1% of all output share one."""
     scopes = {

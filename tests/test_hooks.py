@@ -237,7 +237,7 @@ def test_a_bar_that_a_failure_left_is_closed(shows_all):
 def test_wrong_arguments(hook, wrong):
     for name, given in wrong:
         hook(**{name: np.int64(2)})
-        with pytest.raises(ValueError, match=f'{name}={given!r} is no count'):
+        with pytest.raises(ValueError, match=f'{name}={given!r} is no number of'):
             hook(**{name: given})
     with tf.Graph().as_default(), pytest.raises(ValueError, match='Hook needs a global step'):
         hook(batch_size=1).begin()

@@ -322,6 +322,12 @@ def test_what_is_not_known_to_be_of_the_batch():
         check_rule(tf.linalg.cross, ROWS, ROWS + 1)
 
 
+@pytest.mark.parametrize('result', [5, None, []], ids=repr)
+def test_a_function_that_makes_no_tensor(result):
+    with pytest.raises(TypeError, match='It has to make a tensor, or a nest of tensors'):
+        check_rule(lambda x: result, ROWS)
+
+
 def test_one_row_that_is_repeated(monkeypatch):
     """TensorFlow takes it for a sum, and no other number, so it's tried beside more rows."""
 
@@ -372,6 +378,8 @@ REFUSED = {
     'a rule of the package': ('Softmax', 'elementwise', ValueError, 'Softmax has a rule already'),
     'a loop': ('StatelessWhile', 'S+ -> S+', ValueError, 'StatelessWhile has a rule already'),
     'a list op': ('TensorListStack', 'S * -> S', ValueError, 'TensorListStack has a rule already'),
+    'a selection': ('Where', 'S -> *', ValueError, 'Where has a rule already'),
+    'entries': ('SparseReshape', 'S * * -> S *', ValueError, 'SparseReshape has a rule already'),
     'a question of shape': ('Shape', 'S -> *', ValueError, 'Shape has a rule already'),
     'calls Python': (
         'PyFunc',
@@ -416,8 +424,8 @@ def test_an_op_that_draws_what_its_place_says():
 
 def test_an_op_of_any_number_of_inputs():
     """Only the op knows how many it has."""
-    register_rule('ParallelDynamicStitch', '* * * n n n -> n')
-    assert 'ParallelDynamicStitch' in RULES
+    register_rule('QuantizedConcat', '* n_ n_ * * * * -> n_ * *')
+    assert 'QuantizedConcat' in RULES
 
 
 def test_an_op_of_any_number_of_outputs():

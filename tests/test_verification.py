@@ -266,6 +266,12 @@ def test_an_estimator_has_its_own_params():
         estimator_mgpu.verify(tf.estimator.LinearRegressor([]), input_fn, {'rate': 0.1})
 
 
+@pytest.mark.parametrize('given', ['model', None])
+def test_what_is_no_model_fn(given):
+    with pytest.raises(TypeError, match='Give a model_fn or an Estimator'):
+        estimator_mgpu.verify(given, input_fn)
+
+
 BAD = {
     'devices=1 is one device': {'devices': 1},
     'gives no batch to train on': {'input_fn': lambda: input_fn().take(0)},

@@ -149,7 +149,14 @@ def _call(
 ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
     """Calls the function in the default graph; returns placeholders for arrays, and its tensors."""
     placeholders = [tf.placeholder(array.dtype, [None, *array.shape[1:]]) for array in arrays]
-    return placeholders, tf.nest.flatten(function(*placeholders), expand_composites=True)
+    given = function(*placeholders)
+    tensors = tf.nest.flatten(given, expand_composites=True)
+    if not tensors or not all(map(tf.is_tensor, tensors)):
+        raise TypeError(
+            f'The function returns {given!r}. It has to make a tensor, or a nest of tensors, of '
+            'those that it is given.'
+        )
+    return placeholders, tensors
 
 
 def _build(function: Callable[..., Any], arrays: Sequence[np.ndarray], towers: int) -> _Program:

@@ -14,13 +14,21 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.partition.rules import RULES, entries, selections
 from estimator_mgpu.partition.rules.notation import Rule, parse
 from estimator_mgpu.tf_internals import op_types, private
 from estimator_mgpu.tf_internals.effects import may_have_side_effect
 
 # Types of ops that the package shards, by a rule of the table or in a way of their own.
-_KNOWN = frozenset([*RULES, *op_types.FUNCTION_CALLERS, *op_types.SHAPE_QUERIES])
+_KNOWN = frozenset(
+    [
+        *RULES,
+        *op_types.FUNCTION_CALLERS,
+        *op_types.SHAPE_QUERIES,
+        *selections.TYPES,
+        *entries.TYPES,
+    ]
+)
 
 
 def register_rule(op_type: str, rule: Rule) -> None:

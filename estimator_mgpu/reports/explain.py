@@ -76,13 +76,18 @@ class Explanation(NamedTuple):
         values['traffic'] = {device: moved._asdict() for device, moved in self.traffic.items()}
         return values
 
-    def draw(self, path: str) -> None:
+    def draw(self, path: str | os.PathLike[str]) -> None:
         """Draws what each scope puts out, and the devices beside it, with Matplotlib.
 
         Args:
           path: of the picture; its ending says in which format: 'plan.svg' or 'plan.png'.
         """
-        pictures.draw(path, self.scopes, self._devices(), self.sent)
+        if not isinstance(path, (str, os.PathLike)) or not os.path.splitext(path)[1]:
+            raise ValueError(
+                f'path={path!r} names no file of a picture. Its ending says in which format: '
+                "draw('plan.svg') or draw('plan.png')."
+            )
+        pictures.draw(os.fspath(path), self.scopes, self._devices(), self.sent)
 
     def __repr__(self) -> str:
         counts = f'{self.sharded} ops are sharded, {len(self.once)} run once'

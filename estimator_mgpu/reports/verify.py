@@ -223,6 +223,11 @@ def _check_arguments(estimator: Any, params: Any, steps: Any, tolerance: Any) ->
             f'params={params!r} was given with an Estimator, which has its own. Leave out params; '
             'devices are given by name: verify(estimator, input_fn, devices=4).'
         )
+    if not (callable(estimator) or isinstance(estimator, tf_estimator.estimator.Estimator)):
+        raise TypeError(
+            f'{estimator!r} is of {type(estimator).__name__}. Give a model_fn or an Estimator: '
+            'verify(model_fn, input_fn, devices=4).'
+        )
     if isinstance(params, (int, str)):
         raise TypeError(
             f'params={params!r} is of {type(params).__name__}, which holds no hyperparameters. '
