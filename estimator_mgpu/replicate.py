@@ -37,7 +37,7 @@ from estimator_mgpu.model_fns.calls import (
     with_mode_and_config,
 )
 from estimator_mgpu.model_fns.model_function import ModelFunction
-from estimator_mgpu.partition.towers.variable_devices import Variables
+from estimator_mgpu.partition.variable_devices import Variables
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import collect_earlier_graphs
 

@@ -27,8 +27,8 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 import towers
+from estimator_mgpu.partition.micro_batches import schedule
 from estimator_mgpu.partition.rewrites.recomputation import cuts
-from estimator_mgpu.partition.towers import schedule
 
 WIDTH = 3
 STEPS = 3

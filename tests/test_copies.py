@@ -5,7 +5,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.model_fns.spec_results import result_ops
-from estimator_mgpu.partition.towers import host_memory
+from estimator_mgpu.partition.nodes import host_memory
 from estimator_mgpu.tf_internals import kernels
 from test_samples import SAMPLES
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 import estimator_mgpu
 from estimator_mgpu.devices import has_useless_passes
-from estimator_mgpu.partition.towers.schedule import Join, Schedule
+from estimator_mgpu.partition.micro_batches.schedule import Join, Schedule
 from estimator_mgpu.reports import pictures
 from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.reports.start_of_training import _micro_batches

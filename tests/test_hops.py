@@ -4,7 +4,8 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.partition.towers import everywhere, slices
+from estimator_mgpu.partition.messages import slices
+from estimator_mgpu.partition.towers import everywhere
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES
 from towers import behavior_of, compare, compare_outputs, session

@@ -7,11 +7,11 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
+from estimator_mgpu.partition.once_devices import place_ops
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.tf_internals.private import import_nodes
 from models import ROWS, batches, predict, regression, spec_of, step
 from towers import TRAIN, compare, nodes_of_a_step, session, tower_of

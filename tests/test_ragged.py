@@ -261,6 +261,14 @@ def lengths_of_other_splits(features):
     return numbered(tf.repeat(tf.range(tf.size(lengths)), lengths))
 
 
+def lengths_of_splits_with_fractions(features):
+    """Rounded lengths, and lengths of rounded splits: two masks have other numbers of entries."""
+    splits = tf.concat([[0.0], tf.cumsum(tf.zeros_like(features['dense'][:, 0]) + 1.5)], 0)
+    whole = tf.cast(splits, tf.int32)
+    lengths = [tf.cast(splits[1:] - splits[:-1], tf.int32), whole[1:] - whole[:-1]]
+    return tf.stack([tf.shape(tf.where(tf.sequence_mask(one)))[0] for one in lengths])
+
+
 def rows_and_shapes(features):
     ids = features['ids']
     rows = tf.stack([ids.nrows(), tf.size(ids.flat_values, out_type=tf.int64), ids.row_splits[-1]])
@@ -385,6 +393,7 @@ PROGRAMS = [
     cut_mask,
     longer_mask,
     lengths_of_other_splits,
+    lengths_of_splits_with_fractions,
     rows_and_shapes,
     dense_and_sparse,
     total,

@@ -17,6 +17,7 @@ import random_graphs
 from estimator_mgpu.batches.batch import Batch
 from estimator_mgpu.partition import divide
 from estimator_mgpu.partition.division import NO_BATCH, Division
+from estimator_mgpu.partition.once_devices import place_ops
 from estimator_mgpu.partition.order import check
 from estimator_mgpu.partition.propagation.needless_ops import bypass_needless_ops
 from estimator_mgpu.partition.propagation.unused_gradients import find_unused_gradients
@@ -29,7 +30,6 @@ from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
-from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 from models import sgd, spec_of

@@ -5,13 +5,13 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule, replicate, steps
+from estimator_mgpu.partition.micro_batches.turns import towers_of
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Dim, Entry, RowSpace, Size, Splits
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
-from estimator_mgpu.partition.towers.turns import towers_of
 from models import batches, floats, of_all_modes, spec_of, weights
 from towers import compare
 

@@ -8,9 +8,10 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import CHIEF, machine_of
-from estimator_mgpu.partition.towers import build_towers, sharing, slices
-from estimator_mgpu.partition.towers.exchange import Handed, Vector, add_up
-from estimator_mgpu.partition.towers.slices import Sent, Slices
+from estimator_mgpu.partition.messages import sharing, slices
+from estimator_mgpu.partition.messages.exchange import Handed, Vector, add_up
+from estimator_mgpu.partition.messages.slices import Sent, Slices
+from estimator_mgpu.partition.towers import build_towers
 from estimator_mgpu.tf_internals import op_types
 from models import floats, sgd, spec_of
 from test_samples import SAMPLES

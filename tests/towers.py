@@ -25,7 +25,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu import steps
-from estimator_mgpu.partition.towers.names import Names
+from estimator_mgpu.partition.nodes.names import Names
 
 MODES = tf.estimator.ModeKeys
 TRAIN = MODES.TRAIN

@@ -26,9 +26,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.errors import user_lines
 from estimator_mgpu.memory import memory_advice
+from estimator_mgpu.partition.nodes.names import CopyName
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.names import CopyName
 from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import (
     error_messages,

@@ -35,7 +35,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
 )
-from estimator_mgpu.partition.towers.variable_devices import place_variables
+from estimator_mgpu.partition.variable_devices import place_variables
 from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import no_garbage_collection

@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import RANK_REMEDY, Batch
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.once_devices import place_ops
 from estimator_mgpu.partition.order import facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.propagation.engine import propagate
@@ -26,7 +27,6 @@ from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import HEAVY, OF_DEVICE, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
-from estimator_mgpu.partition.towers.once_devices import place_ops
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
 

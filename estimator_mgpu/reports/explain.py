@@ -19,9 +19,9 @@ from estimator_mgpu import optimizer, steps
 from estimator_mgpu.batches.batch import RANK_REMEDY
 from estimator_mgpu.errors import user_lines
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.micro_batches.schedule import Join, Schedule
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
-from estimator_mgpu.partition.towers.schedule import Join, Schedule
 from estimator_mgpu.reports import pictures
 from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.reports.traffic import Traffic, by_device, bytes_between, messages

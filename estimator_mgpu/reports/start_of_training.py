@@ -15,9 +15,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.batches.batch import RANK_REMEDY
 from estimator_mgpu.devices import Devices, device_spec, has_useless_passes
+from estimator_mgpu.partition.micro_batches.schedule import Schedule
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
-from estimator_mgpu.partition.towers.schedule import Schedule
 from estimator_mgpu.reports.work import Works, ops_run_once, works_of
 from estimator_mgpu.tf_internals import op_types
 

@@ -13,7 +13,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.towers.once_devices import device_of
+from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.tf_internals import graphs
 
 

@@ -36,7 +36,7 @@ _SHOWN = 5  # problems in an error message
 
 
 class AddedNames(Protocol):
-    """Tells which ops were added: `towers.names.Names`."""
+    """Tells which ops were added: `nodes.names.Names`."""
 
     def copy_of(self, name: str) -> tuple[int, str] | None:
         """The number of the tower, and the name of the op that is copied; None for other ops."""

@@ -27,7 +27,7 @@ _ARRANGEMENTS = (
 )
 _RULES = {**elementwise.RULES, **shapes.RULES}
 
-_NUMBERS_OF_ROWS = (tf.int32, tf.int64)  # A cast to `uint8`, say, gives others.
+_NUMBERS_OF_ROWS = {tf.int32, tf.int64}  # A cast to `uint8`, say, gives others.
 
 
 def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
@@ -99,8 +99,11 @@ def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
 
 def behind_casts(indices: tf.Tensor) -> tf.Tensor:
     """What indices were before identities, and casts that keep all numbers of rows."""
-    while indices.op.type in ('Cast', 'Identity') and indices.dtype in _NUMBERS_OF_ROWS:
-        indices = indices.op.inputs[0]
+    while indices.op.type in ('Cast', 'Identity'):
+        before = indices.op.inputs[0]
+        if not {indices.dtype, before.dtype} <= _NUMBERS_OF_ROWS:
+            break
+        indices = before
     return indices
 
 

@@ -21,7 +21,7 @@ import sys
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 
 PACKED = tf.uint8
 """The type of what is packed."""

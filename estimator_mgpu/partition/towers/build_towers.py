@@ -17,21 +17,21 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.messages.packing import find_packs
+from estimator_mgpu.partition.messages.slices import Slices, find_sent
+from estimator_mgpu.partition.micro_batches.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.micro_batches.schedule import Schedule, find_schedule
+from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
+from estimator_mgpu.partition.micro_batches.turns import Tower, chains_of, towers_of
+from estimator_mgpu.partition.nodes.names import Names, unused_word
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
+from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.edges import Edges, Result, StepUnits
 from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
-from estimator_mgpu.partition.towers.names import Names, unused_word
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.packing import find_packs
-from estimator_mgpu.partition.towers.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.towers.sending import Sender
-from estimator_mgpu.partition.towers.slices import Slices, find_sent
-from estimator_mgpu.partition.towers.turn_gates import add_gates
-from estimator_mgpu.partition.towers.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_paths, op_types, private, tracebacks

@@ -11,6 +11,9 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
+from estimator_mgpu.partition.micro_batches.turns import Tower
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
+from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
@@ -31,10 +34,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.once_devices import runs_at_its_table
 from estimator_mgpu.partition.towers.sending import Sender
-from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.partition.towers.values import Values
 from estimator_mgpu.partition.towers.waits import Waits
 from estimator_mgpu.tf_internals import graphs, op_types

@@ -12,10 +12,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
 from estimator_mgpu.partition.plan import Plan, RaggedRows
 from estimator_mgpu.partition.sizes import PickedIds
-from estimator_mgpu.partition.towers.once_devices import device_of
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
 

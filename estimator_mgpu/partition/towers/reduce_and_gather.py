@@ -20,12 +20,12 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
+from estimator_mgpu.partition.messages import exchange
+from estimator_mgpu.partition.messages.slices import Part, Slices
+from estimator_mgpu.partition.micro_batches.turns import Chain
+from estimator_mgpu.partition.nodes.node_builder import other_output
 from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
-from estimator_mgpu.partition.towers import exchange
-from estimator_mgpu.partition.towers.node_builder import other_output
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
-from estimator_mgpu.partition.towers.slices import Part, Slices
-from estimator_mgpu.partition.towers.turns import Chain
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
 """For each reduction but the sum, the op that combines two partial results."""

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
-from estimator_mgpu.partition.towers.exchange import Handed, Vector
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.packing import Pack
-from estimator_mgpu.partition.towers.slices import Slices
+from estimator_mgpu.partition.messages.exchange import Handed, Vector
+from estimator_mgpu.partition.messages.packing import Pack
+from estimator_mgpu.partition.messages.slices import Slices
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.values import Values
 
 

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import rows_of
+from estimator_mgpu.partition.micro_batches.turns import Chain, Tower, chains_of
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -26,8 +28,6 @@ from estimator_mgpu.partition.sizes import (
     full_size,
     per_row,
 )
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder, Number
-from estimator_mgpu.partition.towers.turns import Chain, Tower, chains_of
 
 Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""

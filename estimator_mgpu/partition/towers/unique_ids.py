@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.nodes.node_builder import other_output
 from estimator_mgpu.partition.towers import sparse_rows
-from estimator_mgpu.partition.towers.node_builder import other_output
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
 

@@ -15,6 +15,10 @@ from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.messages.packing import Pack
+from estimator_mgpu.partition.messages.slices import Slices
+from estimator_mgpu.partition.micro_batches.turns import Tower
+from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Shard
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
@@ -46,12 +50,8 @@ from estimator_mgpu.partition.towers import (
     sparse_rows,
     unique_ids,
 )
-from estimator_mgpu.partition.towers.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.packing import Pack
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
-from estimator_mgpu.partition.towers.slices import Slices
-from estimator_mgpu.partition.towers.turns import Tower
 from estimator_mgpu.tf_internals import op_types
 
 

@@ -15,8 +15,8 @@ from typing import NamedTuple, Union
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.towers.grid import Position
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.slices import Part, Slices
+from estimator_mgpu.partition.messages.grid import Position
+from estimator_mgpu.partition.messages.slices import Part, Slices
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 
 
 class Vector(NamedTuple):

@@ -32,12 +32,12 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import machine_of, memory_of
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.messages import sharing
+from estimator_mgpu.partition.messages.grid import Grid, Position, most_levels
+from estimator_mgpu.partition.messages.packing import Pack
+from estimator_mgpu.partition.messages.sharing import Shares, Value
+from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.plan import FULL, Plan
-from estimator_mgpu.partition.towers import sharing
-from estimator_mgpu.partition.towers.grid import Grid, Position, most_levels
-from estimator_mgpu.partition.towers.once_devices import runs_at_its_table
-from estimator_mgpu.partition.towers.packing import Pack
-from estimator_mgpu.partition.towers.sharing import Shares, Value
 from estimator_mgpu.tf_internals import op_types
 
 _MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive

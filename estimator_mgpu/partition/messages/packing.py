@@ -30,11 +30,11 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace, UniqueRows
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import upstream_side_effects
 from estimator_mgpu.tf_internals.graphs import dependents

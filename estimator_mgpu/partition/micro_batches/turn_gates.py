@@ -25,10 +25,10 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.towers.edges import Edges, StepUnits, Unit, op_name
-from estimator_mgpu.partition.towers.node_builder import NodeBuilder
-from estimator_mgpu.partition.towers.schedule import Schedule
-from estimator_mgpu.partition.towers.turns import Tower
+from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits, Unit, op_name
+from estimator_mgpu.partition.micro_batches.schedule import Schedule
+from estimator_mgpu.partition.micro_batches.turns import Tower
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.liveness import Liveness
 

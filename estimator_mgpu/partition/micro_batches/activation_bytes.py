@@ -28,9 +28,9 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
 from estimator_mgpu.partition.placements import NotGatherable, Shard
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.towers.edges import StepUnits, Unit
 from estimator_mgpu.tf_internals import op_types
 
 

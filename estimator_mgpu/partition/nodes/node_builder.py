@@ -14,8 +14,8 @@ from typing import Any, Union
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.towers import host_memory
-from estimator_mgpu.partition.towers.names import Names
+from estimator_mgpu.partition.nodes import host_memory
+from estimator_mgpu.partition.nodes.names import Names
 from estimator_mgpu.tf_internals import function_calls, kernels, private, tracebacks
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def
 
