@@ -552,6 +552,11 @@ def test_what_helps_if_it_is_unknown_which_op_has_failed(monkeypatch):
     assert said.startswith('To need less memory on each device, use replicate(microbatches=2), ')
 
 
+def test_recomputation_is_not_advised_if_it_is_on():
+    said = out_of_memory(NAMES.copy('MatMul', 1), recompute=True)
+    assert 'use replicate(microbatches=2), more devices, a smaller batch, or variables=' in said
+
+
 def test_what_helps_if_nothing_is_sharded():
     """There are 8 examples for 9 devices."""
     said = out_of_memory('MatMul', devices=9)

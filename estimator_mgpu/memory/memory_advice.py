@@ -99,9 +99,10 @@ def for_op(op: tf.Operation | None, step: steps.Step) -> str:
         return remedies('more micro-batches')
     limit = step.most_microbatches
     obstacle = obstacle_to_microbatches(step, limit)
+    useless = [] if step.recomputation is None else [_RECOMPUTATION]  # That's on already.
     if obstacle is not None:
-        return remedies(useless=obstacle.useless)
-    return remedies(f'replicate(microbatches={more_microbatches(step, limit)})')
+        return remedies(useless=[*useless, *obstacle.useless])
+    return remedies(f'replicate(microbatches={more_microbatches(step, limit)})', useless=useless)
 
 
 def remedies(*first: str, useless: Collection[str] = ()) -> str:
