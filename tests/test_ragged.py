@@ -269,6 +269,13 @@ def lengths_of_splits_with_fractions(features):
     return tf.stack([tf.shape(tf.where(tf.sequence_mask(one)))[0] for one in lengths])
 
 
+def lengths_that_are_no_int32(features):
+    """-2 ** 33 + 2 entries are none, and as int32 they are 2."""
+    lengths = tf.zeros_like(features['dense'][:, 0], tf.int64) + (2 - 2**33)
+    masks = [tf.sequence_mask(one) for one in (lengths, tf.cast(lengths, tf.int32))]
+    return tf.stack([tf.shape(tf.where(mask))[0] for mask in masks])
+
+
 def rows_and_shapes(features):
     ids = features['ids']
     rows = tf.stack([ids.nrows(), tf.size(ids.flat_values, out_type=tf.int64), ids.row_splits[-1]])
@@ -394,6 +401,7 @@ PROGRAMS = [
     longer_mask,
     lengths_of_other_splits,
     lengths_of_splits_with_fractions,
+    lengths_that_are_no_int32,
     rows_and_shapes,
     dense_and_sparse,
     total,
@@ -407,6 +415,24 @@ def test_values_of_one_device(towers, static):
     options = {'static': static, 'preprocess': to_ragged}
     options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
     compare_outputs(PROGRAMS, batches, towers, **options)
+
+
+def extremes(features):
+    values = tf.cast(features['ids'], tf.float32)
+    return tf.concat([tf.reduce_max(values, 1), tf.reduce_min(values, 1)], 0)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+def test_no_values(static):
+    """The largest of none is the smallest number, rather than -inf."""
+    features = {
+        'ids': np.zeros(0, np.int64),
+        'splits': np.zeros(9, np.int64),
+        'dense': floats(8, WIDTH),
+    }
+    options = {'static': static, 'preprocess': to_ragged}
+    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    compare_outputs([extremes, total, flat_values], [features], 4, **options)
 
 
 @pytest.mark.parametrize('splits', [[1, 3, 3, 4], [0, 2, 3, 3], [0, 0, 0, 6]])

@@ -8,23 +8,31 @@ how the number of its row is made for each value of a ragged tensor.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, Size
+from estimator_mgpu.partition.sizes import ONE, Size, Splits
+
+Before = Callable[[tf.Tensor], tf.Tensor]
+"""Gives what a tensor was before casts."""
+
+# The first entries of keys.
+_ROW_SPLITS = 'row splits'
+_INDICES = 'indices'
+_LENGTHS = 'lengths'
 
 
-def of_splits(splits: tf.Tensor) -> Hashable:
-    """What says how many values each row of a ragged tensor has."""
-    return 'row splits', behind_casts(splits).name
+def of_splits(splits: tf.Tensor) -> tuple[str, str]:
+    """What says how many values each row of the batch's ragged tensor has."""
+    return _ROW_SPLITS, behind_casts(splits).name
 
 
-def of_indices(indices: tf.Tensor) -> Hashable:
+def of_indices(indices: tf.Tensor) -> tuple[str, str]:
     """What says how many entries each row of a sparse tensor has."""
-    return 'indices', indices.name
+    return _INDICES, indices.name
 
 
 def is_count(op: tf.Operation) -> bool:
@@ -44,7 +52,7 @@ def limited(count: tf.Tensor, sizes: Sizes) -> tf.Tensor:
     return n if sizes.entries(at_least.op.inputs[0]) == sizes.entries(n) else count
 
 
-def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> Hashable | None:
+def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> tuple[str, str] | None:
     """What says how many true entries each row of a mask has; None if it's no sequence mask.
 
     Args:
@@ -53,45 +61,59 @@ def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> Hashable | None:
     """
     if mask.op.type != 'Less':
         return None
+    # Lengths of rows that are there stay the same as int32. Other numbers may not.
+    key = _of_mask(mask, sizes, behind_casts)
+    if key is not None and key[0] == _LENGTHS:
+        return _of_mask(mask, sizes, _before_widening)
+    return key
+
+
+def _of_mask(mask: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str] | None:
     places, lengths = mask.op.inputs
-    lengths = behind_casts(lengths)
+    lengths = before(lengths)
     if places.op.type != 'Range' or lengths.op.type != 'ExpandDims':
         return None
     axis = sizes.numbers(lengths.op.inputs[1])
     start, limit, delta = places.op.inputs
     if axis not in ([-1], [sizes.rank(lengths) - 1]) or sizes.entries(start) != [Size(0)]:
         return None
-    key = _of_lengths(lengths.op.inputs[0], sizes)
-    longest = _maximum_with_zero(behind_casts(limit), sizes)
-    if sizes.entries(delta) != [ONE] or longest is None or longest.op.type != 'Max':
+    key = _of_lengths(lengths.op.inputs[0], sizes, before)
+    maximum = before(limit)
+    if maximum.op.type != 'Maximum' or sizes.entries(maximum.op.inputs[0]) != [Size(0)]:
         return None
-    is_of_all = sizes.numbers(longest.op.inputs[1]) == list(range(sizes.rank(longest.op.inputs[0])))
-    return key if is_of_all and _of_lengths(longest.op.inputs[0], sizes) == key else None
-
-
-def _maximum_with_zero(tensor: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
-    """The `x` of `maximum(0, x)`; None if a tensor isn't that."""
-    if tensor.op.type != 'Maximum':
+    longest = before(maximum.op.inputs[1])
+    if sizes.entries(delta) != [ONE] or longest.op.type != 'Max':
         return None
-    zero, x = tensor.op.inputs
-    return behind_casts(x) if sizes.entries(zero) == [Size(0)] else None
+    of, axes = longest.op.inputs
+    is_of_all = sizes.numbers(axes) == list(range(sizes.rank(of)))
+    return key if is_of_all and _of_lengths(of, sizes, before) == key else None
 
 
-def _of_lengths(lengths: tf.Tensor, sizes: Sizes) -> Hashable:
-    """What says how long rows are: a ragged tensor's row splits, or the tensor with the lengths."""
-    lengths = _behind_reshapes(lengths, sizes)
+def _of_lengths(lengths: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str]:
+    """What says how long rows are: row splits, indices, or the tensor with the lengths."""
+    lengths = _behind_reshapes(lengths, sizes, before)
     if lengths.op.type == 'Sub':
-        ends, starts = map(behind_casts, lengths.op.inputs)
+        ends, starts = map(before, lengths.op.inputs)
         if _is_slice(ends, 'begin', 1, sizes) and _is_slice(starts, 'end', -1, sizes):
-            splits = behind_casts(ends.op.inputs[0])
-            if splits is behind_casts(starts.op.inputs[0]):
+            splits = before(ends.op.inputs[0])
+            if splits is before(starts.op.inputs[0]):
                 summed = _lengths_before_sum(splits, sizes)
-                return of_splits(splits) if summed is None else _of_lengths(summed, sizes)
+                if summed is not None:
+                    return _of_lengths(summed, sizes, before)
+                return of_splits(splits) if _is_of_batch(splits, sizes) else (_LENGTHS, splits.name)
     if is_count(lengths.op):
-        rows = _behind_reshapes(lengths.op.inputs[0], sizes)
+        rows = _behind_reshapes(lengths.op.inputs[0], sizes, behind_casts)
         if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
             return of_indices(rows.op.inputs[0])
-    return 'lengths', lengths.name
+    return _LENGTHS, lengths.name
+
+
+def _is_of_batch(splits: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether row splits are those of the batch's ragged tensor."""
+    dims = sizes.dims(splits)
+    symbols = dims[0].symbols if dims else ()
+    key = of_splits(splits)
+    return any(isinstance(s, Splits) and sizes.selection_of(key, s.rows) for s in symbols)
 
 
 def _lengths_before_sum(splits: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
@@ -105,11 +127,21 @@ def _lengths_before_sum(splits: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
     return ends.op.inputs[0] if is_plain and sizes.rank(ends) == 1 else None
 
 
-def _behind_reshapes(tensor: tf.Tensor, sizes: Sizes) -> tf.Tensor:
+def _before_widening(tensor: tf.Tensor) -> tf.Tensor:
+    """What a tensor was before identities and casts from int32 to int64, which keep numbers."""
+    while tensor.op.type in ('Cast', 'Identity'):
+        before = tensor.op.inputs[0]
+        if before.dtype != tensor.dtype and (before.dtype, tensor.dtype) != (tf.int32, tf.int64):
+            break
+        tensor = before
+    return tensor
+
+
+def _behind_reshapes(tensor: tf.Tensor, sizes: Sizes, before: Before) -> tf.Tensor:
     """What a tensor was before casts, and before what leaves its shape as it is."""
-    tensor = behind_casts(tensor)
+    tensor = before(tensor)
     while tensor.op.type in ('BroadcastTo', 'Reshape') and _keeps_dims(tensor.op, sizes):
-        tensor = behind_casts(tensor.op.inputs[0])
+        tensor = before(tensor.op.inputs[0])
     return tensor
 
 

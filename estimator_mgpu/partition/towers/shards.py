@@ -349,6 +349,9 @@ class SelectionShards(Shards):
         self.total = rows_before
         self.counts = counts
         self.active = [self._binary('Greater', count, 0, tf.int32) for count in counts]
+        # If no tower has a row, the first one computes on none, as one device would.
+        is_empty = self._binary('Equal', rows_before, 0, tf.int32)
+        self.active[0] = self.nodes.add('LogicalOr', [self.active[0], is_empty], self.nodes.host)
         self._extents = list(zip(starts, self._sizes))
         self._extents_of_chains = [self._extent_of_chain(chain) for chain in self.chains]
 
