@@ -90,8 +90,10 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
             chief = process
 
         is_auto = isinstance(self._microbatches, AutoMicrobatches)
-        counts = [count for count in (steps, max_steps) if count is not None]
-        if (is_auto or chief is not None) and len(counts) == 1 and int(counts[0]) > 0:
+        given = [count for count in (steps, max_steps) if count is not None]
+        # Without any, training ends with its input. Estimator refuses both, and what isn't above 0.
+        has_last_step = len(given) == 1 and int(given[0]) > 0
+        if (is_auto or chief is not None) and has_last_step:
             # Training may begin again: from a later checkpoint, or with the last step made.
             hooks.append(LastStep(steps, max_steps))
             steps = None

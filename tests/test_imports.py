@@ -67,4 +67,4 @@ def test_a_stage_does_not_use_a_later_one(stage):
     for module in MODULES:
         if module.startswith(f'estimator_mgpu.{stage}'):
             for imported in imports_of(module):
-                assert not imported.startswith((*later,)), f'{module} imports {imported}'
+                assert not imported.startswith(tuple(later)), f'{module} imports {imported}'

@@ -1,4 +1,4 @@
-"""Which tasks save a part of each checkpoint, and whether a checkpoint is being saved.
+"""Which tasks save a part of each checkpoint, whether one is being saved, or was to be the last.
 
 The chief saves all resource variables, as a saver doesn't see on which task they are. A saver lets
 a task save itself what it finds there: reference variables, parts of variables that have a

@@ -61,10 +61,11 @@ def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> tuple[str, str] | None:
     """
     if mask.op.type != 'Less':
         return None
-    # Lengths of rows that are there stay the same as int32. Other numbers may not.
+    # Row splits and indices count what is there, and so casts to int32 keep them. Lengths that a
+    # model makes up may be any numbers: -2 ** 33 + 2, as int32, is 2.
     key = _of_mask(mask, sizes, behind_casts)
     if key is not None and key[0] == _LENGTHS:
-        return _of_mask(mask, sizes, _before_widening)
+        return _of_mask(mask, sizes, _behind_widening)
     return key
 
 
@@ -100,7 +101,9 @@ def _of_lengths(lengths: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, 
                 summed = _lengths_before_sum(splits, sizes)
                 if summed is not None:
                     return _of_lengths(summed, sizes, before)
-                return of_splits(splits) if _is_of_batch(splits, sizes) else (_LENGTHS, splits.name)
+                if _is_of_batch(splits, sizes):
+                    return of_splits(splits)
+                return _LENGTHS, splits.name
     if is_count(lengths.op):
         rows = _behind_reshapes(lengths.op.inputs[0], sizes, behind_casts)
         if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
@@ -127,7 +130,7 @@ def _lengths_before_sum(splits: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
     return ends.op.inputs[0] if is_plain and sizes.rank(ends) == 1 else None
 
 
-def _before_widening(tensor: tf.Tensor) -> tf.Tensor:
+def _behind_widening(tensor: tf.Tensor) -> tf.Tensor:
     """What a tensor was before identities and casts from int32 to int64, which keep numbers."""
     while tensor.op.type in ('Cast', 'Identity'):
         before = tensor.op.inputs[0]
