@@ -1,6 +1,5 @@
 """What all tests share."""
 
-import gc
 import os
 import random
 
@@ -97,9 +96,3 @@ WAITING = ('test_cluster.py', 'test_samples.py', 'test_benchmark.py', 'test_watc
 def pytest_collection_modifyitems(items):
     """Puts the tests first that mostly wait for other processes: others run beside them."""
     items.sort(key=lambda item: item.path.name not in WAITING)
-
-
-def pytest_collection_finish():
-    """Garbage collections pass over what has been imported, of which nothing becomes garbage."""
-    gc.collect()
-    gc.freeze()

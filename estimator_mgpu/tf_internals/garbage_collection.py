@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -22,13 +23,14 @@ class _MadeOld(NamedTuple):
 
     Attributes:
       full_collections: how many there had been.
-      first_count: the number of all objects, when they were first made old after the last one.
-      last_count: the same when they were last made old.
+      first_size: how many blocks of memory Python had, when objects were first made old after
+        the last one. To count the objects themselves would take longer than to divide a graph.
+      last_size: the same when they were last made old.
     """
 
     full_collections: int
-    first_count: int
-    last_count: int
+    first_size: int
+    last_size: int
 
 
 _made_old: _MadeOld | None = None
@@ -60,7 +62,7 @@ def collect_earlier_graphs() -> None:
     is_automatic = gc.isenabled() and gc.get_threshold()[0] > 0
     if not is_automatic or _made_old is None:
         return
-    has_grown = _made_old.last_count > _MOST_GROWTH * _made_old.first_count
+    has_grown = _made_old.last_size > _MOST_GROWTH * _made_old.first_size
     if has_grown and _made_old.full_collections == _count_full_collections():
         gc.collect()
 
@@ -71,14 +73,14 @@ def _make_objects_old() -> None:
     if gc.get_freeze_count() > _MOST_FROZEN_BY_PYTHON:
         return
     gc.freeze()
-    count = gc.get_freeze_count()
     gc.unfreeze()
 
+    size = sys.getallocatedblocks()
     full_collections = _count_full_collections()
     if _made_old is None or _made_old.full_collections != full_collections:
-        _made_old = _MadeOld(full_collections, count, count)
+        _made_old = _MadeOld(full_collections, size, size)
     else:
-        _made_old = _made_old._replace(last_count=count)
+        _made_old = _made_old._replace(last_size=size)
 
 
 def _count_full_collections() -> int:
