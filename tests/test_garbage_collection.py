@@ -6,7 +6,6 @@ import sys
 import textwrap
 import weakref
 
-import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import replicate
