@@ -377,6 +377,7 @@ REFUSED = {
     ),
     'a rule of the package': ('Softmax', 'elementwise', ValueError, 'Softmax has a rule already'),
     'a loop': ('StatelessWhile', 'S+ -> S+', ValueError, 'StatelessWhile has a rule already'),
+    'a branch of TensorFlow 1': ('Switch', 'S * -> S S', ValueError, 'Switch has a rule already'),
     'a list op': ('TensorListStack', 'S * -> S', ValueError, 'TensorListStack has a rule already'),
     'a selection': ('Where', 'S -> *', ValueError, 'Where has a rule already'),
     'entries': ('SparseReshape', 'S * * -> S *', ValueError, 'SparseReshape has a rule already'),

@@ -14,21 +14,12 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules import RULES, entries, selections
+from estimator_mgpu.partition.rules import RULES, has_rule
 from estimator_mgpu.partition.rules.notation import Rule, parse
-from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals import private
 from estimator_mgpu.tf_internals.effects import may_have_side_effect
 
-# Types of ops that the package shards, by a rule of the table or in a way of their own.
-_KNOWN = frozenset(
-    [
-        *RULES,
-        *op_types.FUNCTION_CALLERS,
-        *op_types.SHAPE_QUERIES,
-        *selections.TYPES,
-        *entries.TYPES,
-    ]
-)
+_OF_PACKAGE = frozenset(RULES)  # the types in the table before a user adds any
 
 
 def register_rule(op_type: str, rule: Rule) -> None:
@@ -65,7 +56,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
             f'register_rule({op_type!r}, {rule!r}): give a type by name, and a text or a function. '
             "For example register_rule('MyOp', 'n_ -> n_')."
         )
-    if op_type in _KNOWN or op_type.startswith(op_types.LIST_PREFIXES):
+    if has_rule(op_type) and not is_registered(op_type):
         raise ValueError(f'{op_type} has a rule already. Register one for a type that has none.')
 
     definition = private.op_definition(op_type)
@@ -86,7 +77,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
 
 def is_registered(op_type: str) -> bool:
     """Whether the rule for a type is a user's."""
-    return op_type in RULES and op_type not in _KNOWN
+    return op_type in RULES and op_type not in _OF_PACKAGE
 
 
 def _unknown(op_type: str) -> str:

@@ -61,7 +61,7 @@ class V1Loop:
         return [exit.outputs[0] for exit in self.exits]
 
 
-Unit = Union[tf.Operation, V1Loop]
+OpOrLoop = Union[tf.Operation, V1Loop]
 """An op, or a loop that takes the place of all of its ops."""
 
 
@@ -85,9 +85,9 @@ class LoopBody:
     results: Sequence[tf.Tensor]
     condition: tf.Tensor
     unchanged: Container[int]
-    units: Sequence[Unit]
+    units: Sequence[OpOrLoop]
 
-    def get_operations(self) -> Sequence[Unit]:
+    def get_operations(self) -> Sequence[OpOrLoop]:
         """As of a `tf.Graph`."""
         return self.units
 
@@ -177,7 +177,7 @@ def _body(
     )
 
 
-def _handles_kept_last(units: Sequence[Unit]) -> list[Unit]:
+def _handles_kept_last(units: Sequence[OpOrLoop]) -> list[OpOrLoop]:
     """Lets ops that keep a handle in a stack come after those that say what is in its list."""
     keep_handles = [
         unit
@@ -248,10 +248,10 @@ def entered(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def order_units(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[Unit]:
+def order_units(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[OpOrLoop]:
     """The ops, each after those that it depends on, with loops in the place of their ops."""
     loop_of = {op: loop for loop in loops for op in loop.all_ops}
-    inputs: dict[Unit, list[Unit]] = {}
+    inputs: dict[OpOrLoop, list[OpOrLoop]] = {}
     for op in ops:
         unit = loop_of.get(op, op)
         if unit not in inputs:

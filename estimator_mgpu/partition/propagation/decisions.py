@@ -252,10 +252,3 @@ def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial)
         return Decision(OpPlan(needs), [partial, REPLICATE])  # Output 1 says which input it was.
     needs = tuple(LOCAL if placement == partial else FULL for placement in placements)
     return Decision(OpPlan(needs), [partial] * len(op.outputs))
-
-
-def has_rule(scope: Scope, op: tf.Operation) -> bool:
-    """Whether there is a rule for the op's type, of any kind."""
-    if op.type in scope.rules.of_ops or op.type in scope.rules.of_calls or op.type in _SELECTIONS:
-        return True
-    return op.type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))

@@ -46,7 +46,7 @@ from estimator_mgpu.partition.sizes import (
     full_size,
 )
 from estimator_mgpu.tf_internals import graphs, op_types, private
-from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
+from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
 CALL_RULES: dict[str, CallRule] = {
     **dict.fromkeys(op_types.LOOPS, decide_loop),
@@ -61,7 +61,7 @@ CALL_RULES: dict[str, CallRule] = {
 def propagate(
     sources: Sequence[tf.Tensor],
     unsharded: Sequence[tf.Tensor | tf.SparseTensor | tf.RaggedTensor],
-    order: Sequence[Unit],
+    order: Sequence[OpOrLoop],
     batch: RowSpace,
     rules: dict[str, Rule],
     heavy: Container[str],
@@ -128,13 +128,13 @@ def propagate(
             )
 
 
-def _boundary(unit: Unit) -> Sequence[tf.Operation]:
+def _boundary(unit: OpOrLoop) -> Sequence[tf.Operation]:
     """The op, or the ops of a v1 loop that are connected with ops outside of it."""
     return [*unit.enters, *unit.exits] if isinstance(unit, V1Loop) else [unit]
 
 
 def _frames(
-    scope: Scope, units: Sequence[Unit], around: tuple[LoopFrame, ...] = ()
+    scope: Scope, units: Sequence[OpOrLoop], around: tuple[LoopFrame, ...] = ()
 ) -> dict[str, tuple[LoopFrame, ...]]:
     """The v1 loops around the inputs of ops, by the ops' names.
 
@@ -243,7 +243,7 @@ class _Pass:
         self._may_be_dead = may_be_dead
         self._visited: set[tf.Operation] = set()
 
-    def visit(self, op: Unit) -> None:
+    def visit(self, op: OpOrLoop) -> None:
         """Decides how an op, or a v1 loop, runs."""
         if op.type == op_types.NO_OP:
             self._visit_group(op)
@@ -267,7 +267,7 @@ class _Pass:
         if waits_for_towers and private.control_consumers(op):
             self.scope.ops[op.name] = OpPlan()
 
-    def _decide(self, op: Unit, placements: list[Placement]) -> None:
+    def _decide(self, op: OpOrLoop, placements: list[Placement]) -> None:
         """Lets an op run on every tower if it can be sharded, and otherwise once."""
         # Rows that begin in a branch end with it.
         rows_end = op.type in op_types.MERGE and any(
@@ -309,7 +309,7 @@ class _Pass:
             tf.get_default_graph().get_tensor_by_name(rows.name)
         )
 
-    def _run_unsharded(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
+    def _run_unsharded(self, op: OpOrLoop, placements: Sequence[Placement], reason: str) -> None:
         """Lets an op run once, with the full values of its inputs."""
         self._run_makers_of_lists_once(op, placements, reason)
 
@@ -326,7 +326,7 @@ class _Pass:
                 self.scope.sizes.start_row_space(output)
 
     def _run_makers_of_lists_once(
-        self, op: Unit, placements: Sequence[Placement], reason: str
+        self, op: OpOrLoop, placements: Sequence[Placement], reason: str
     ) -> None:
         """Notes that what makes the lists that an op uses runs once, from the next pass on."""
         for tensor, placement in zip(op.inputs, placements):
@@ -338,7 +338,7 @@ class _Pass:
                     self.is_last = False
                 users.setdefault(op.name, reason)
 
-    def _note_once(self, op: Unit, placements: Sequence[Placement], reason: str) -> None:
+    def _note_once(self, op: OpOrLoop, placements: Sequence[Placement], reason: str) -> None:
         """Notes why an op runs once, and the bytes that are gathered for it."""
         for tensor in op.inputs:
             if tensor.name in self._reasons:
@@ -356,7 +356,7 @@ class _Pass:
         for index, member in enumerate(members):
             self.once[member.name] = reason, 0 if index else bytes_gathered
 
-    def _reduce_inputs(self, op: Unit, placements: Sequence[Placement]) -> None:
+    def _reduce_inputs(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Notes that the partial results that an op uses are reduced where they come from.
 
         They are reduced once for all ops that use them. For example, the input of a reshape is

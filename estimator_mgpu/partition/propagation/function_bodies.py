@@ -44,7 +44,7 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry, full_size
 from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
-from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, passed_on
+from estimator_mgpu.tf_internals.v1_loops import LoopBody, OpOrLoop, passed_on
 
 Requests = dict[tf.Operation, Slice]
 """Shards that ops in a function need of what is replicated there, by the op that makes it.
@@ -112,7 +112,7 @@ class FunctionBody:
             return Reduced(partial.reduce, partial.rows)
         return LOCAL
 
-    def _visit(self, op: Unit) -> None:
+    def _visit(self, op: OpOrLoop) -> None:
         if op in self._requests:
             self._make_shard(op, self._requests[op])
             return
@@ -149,11 +149,11 @@ class FunctionBody:
         plan = plan_of_repeated(op)
         self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
 
-    def _forms_of_inputs(self, op: Unit) -> tuple[Need, ...]:
+    def _forms_of_inputs(self, op: OpOrLoop) -> tuple[Need, ...]:
         """The forms of an op's inputs as they are on each tower."""
         return tuple(self.form_of_value(tensor) for tensor in op.inputs)
 
-    def _decide_of_sizes(self, op: Unit, placements: Sequence[Placement], calls: bool) -> None:
+    def _decide_of_sizes(self, op: OpOrLoop, placements: Sequence[Placement], calls: bool) -> None:
         """Decides on an op whose inputs are the same on all towers, but for sizes.
 
         If it can't be sharded by these, it's given the sizes for the global batch, and then its
@@ -189,7 +189,7 @@ class FunctionBody:
         symbols = [symbol for size in entries for symbol in size.symbols]
         return not any(isinstance(symbol, Entry) for symbol in symbols)
 
-    def _decide(self, op: Unit, placements: Sequence[Placement]) -> None:
+    def _decide(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower, or raises NotSharded."""
         if op.type == op_types.ASSERT and self._can_be_asserted(placements[0]):
             # An error shows what the tower has of the tensors.
@@ -207,7 +207,7 @@ class FunctionBody:
             raise NotSharded(f'in it, {op.name}: {reason}') from error
         self._record(op, decision)
 
-    def _decide_of_partial(self, op: Unit, placements: Sequence[Placement]) -> None:
+    def _decide_of_partial(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower that is given partial results, or raises NotSharded."""
         partial = self._passed_partial(op, placements)
         if partial is not None:
@@ -226,7 +226,7 @@ class FunctionBody:
         """
         return condition in (REPLICATE, Partial('all', self.scope.batch))
 
-    def _reduce_inputs(self, op: Unit) -> None:
+    def _reduce_inputs(self, op: OpOrLoop) -> None:
         """Notes that the partial results that an op uses are reduced where they are made."""
         for tensor in op.inputs:
             if isinstance(self.scope.placement_of(tensor), Partial):
@@ -246,7 +246,7 @@ class FunctionBody:
             partial = passed_partial(op, assumed)
         return partial
 
-    def _record(self, op: Unit, decision: Decision) -> None:
+    def _record(self, op: OpOrLoop, decision: Decision) -> None:
         """Notes that an op runs on every tower, if its inputs can be had in the forms it needs."""
         needs = tuple(
             self._form_inside(op, tensor, need)
@@ -255,7 +255,7 @@ class FunctionBody:
         plan = decision.plan._replace(needs=needs)
         self.scope.record(op, decision._replace(plan=plan))
 
-    def _form_inside(self, op: Unit, tensor: tf.Tensor, need: Need) -> Need:
+    def _form_inside(self, op: OpOrLoop, tensor: tf.Tensor, need: Need) -> Need:
         """The form of an input inside the function; raises NotSharded if it can't be had there."""
         differs = self.differs(tensor)
         if need in (FULL, LOCAL) and self.scope.is_reduced(tensor):
@@ -281,7 +281,7 @@ class FunctionBody:
             return LOCAL if differs else need
         return need if isinstance(need, Constant) else LOCAL
 
-    def _part_inside(self, op: Unit, tensor: tf.Tensor, need: Need) -> Need:
+    def _part_inside(self, op: OpOrLoop, tensor: tf.Tensor, need: Need) -> Need:
         """A slice of what each tower has in full, or that on the first tower, and zeros on others.
 
         In a function that isn't a v1 loop, nothing is known of how many examples there are.
@@ -293,7 +293,7 @@ class FunctionBody:
             raise NotSharded(f'in it, {op.type} needs a slice of {tensor.name}')
         return need
 
-    def _full_sizes(self, op: Unit, tensor: tf.Tensor) -> Need:
+    def _full_sizes(self, op: OpOrLoop, tensor: tf.Tensor) -> Need:
         """Sizes for the global batch, where each tower has its own."""
         entries = self.scope.sizes.entries(tensor) or []
         numbers = [size.static for size in entries]

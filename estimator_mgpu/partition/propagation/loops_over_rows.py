@@ -40,7 +40,7 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated
-from estimator_mgpu.tf_internals.v1_loops import LoopBody, Unit, V1Loop, passed_on
+from estimator_mgpu.tf_internals.v1_loops import LoopBody, OpOrLoop, V1Loop, passed_on
 
 _ACCESSES = (*op_types.LIST_READS, *op_types.LIST_WRITES)
 
@@ -49,7 +49,7 @@ class Part(NamedTuple):
     """A loop's condition, or its body, as a function of the loop's variables and constants."""
 
     inputs: Sequence[tf.Tensor]
-    ops: Sequence[Unit]
+    ops: Sequence[OpOrLoop]
 
     def index_of(self, tensor: tf.Tensor) -> int | None:
         """Which of the inputs a tensor is, if it's one."""
@@ -63,7 +63,7 @@ class Part(NamedTuple):
 class _Use(NamedTuple):
     """An input of an op that is one of the loop's variables or constants."""
 
-    op: Unit
+    op: OpOrLoop
     position: int  # of the input
     variable: int  # the index of the variable or constant
 

@@ -19,15 +19,15 @@ from collections.abc import Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, rows_of
-from estimator_mgpu.partition.propagation.decisions import has_rule
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.tf_internals.v1_loops import Unit, passed_on
+from estimator_mgpu.partition.rules import has_rule
+from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, passed_on
 
 
 def reason_of(
     scope: Scope,
     once: Mapping[str, tuple[str, int]],
-    op: Unit,
+    op: OpOrLoop,
     placements: Sequence[Placement],
     of_rule: str,
 ) -> str:
@@ -46,14 +46,14 @@ def reason_of(
 
     reasons_before = [once[tensor.op.name][0] for tensor in op.inputs if tensor.op.name in once]
     uses_towers = any(placement != REPLICATE for placement in placements)
-    if reasons_before and (has_rule(scope, op) or not uses_towers):
+    if reasons_before and (has_rule(op.type) or not uses_towers):
         return reasons_before[0]
     return default_reason(scope, op, placements)
 
 
 def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> str:
     """Why an op runs once for which nothing else was said."""
-    if not has_rule(scope, op):
+    if not has_rule(op.type):
         return f'no rule for {op.type}'
     of_batch = all(rows_of(placement) in (None, scope.batch) for placement in placements)
     if of_batch:
@@ -78,7 +78,9 @@ def reason_of_lists_made(scope: Scope, ops: Sequence[tf.Operation]) -> str | Non
     return None
 
 
-def _reason_of_pass_before(scope: Scope, op: Unit, placements: Sequence[Placement]) -> str | None:
+def _reason_of_pass_before(
+    scope: Scope, op: OpOrLoop, placements: Sequence[Placement]
+) -> str | None:
     """Why an op needed all of a list in an earlier pass; None if it needed none.
 
     After that pass, the maker of the list runs once, and so do all ops that use the list, in this

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.v1_loops import Unit, V1Loop, passed_on
+from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
 CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
 """Decides how a loop, a branch or a call runs on every tower; None if it runs once."""
@@ -82,7 +82,7 @@ class Scope:
         is_partial = isinstance(self.placements.get(tensor.name), Partial)
         return is_partial and tensor.name in self.reduced
 
-    def placements_of_inputs(self, op: Unit) -> list[Placement]:
+    def placements_of_inputs(self, op: OpOrLoop) -> list[Placement]:
         """The placements of an op's inputs, in order.
 
         If a v1 loop is given the handle of a list, that has the placement of the list, even if a
@@ -97,11 +97,11 @@ class Scope:
             for tensor in op.inputs
         ]
 
-    def follows_gathered(self, op: Unit) -> bool:
+    def follows_gathered(self, op: OpOrLoop) -> bool:
         """Whether an op uses what was gathered, or what was made once of such."""
         return any(tensor.name in self.reshardable for tensor in op.inputs)
 
-    def record(self, unit: Unit, decision: Decision) -> None:
+    def record(self, unit: OpOrLoop, decision: Decision) -> None:
         """Notes that an op, or a v1 loop, runs on every tower."""
         if isinstance(unit, V1Loop):
             [ops] = decision.plan.functions
@@ -141,7 +141,7 @@ class Scope:
             plan = handles.new_list(source.op, placement)
             self.ops[source.op.name] = plan._replace(needs=(LOCAL,)) if self.in_function else plan
 
-    def make_lists(self, op: Unit, decision: Decision) -> bool:
+    def make_lists(self, op: OpOrLoop, decision: Decision) -> bool:
         """Lets each tower make the lists that an op is to have as its own.
 
         A list that is empty on one device is so on every tower, but has elements of other sizes. A

@@ -15,12 +15,14 @@ from __future__ import annotations
 
 from estimator_mgpu.partition.rules import (
     elementwise,
+    entries,
     images,
     linear_algebra,
     lookups,
     neural_networks,
     random,
     reductions,
+    selections,
     shapes,
     sorting,
     sparse,
@@ -28,6 +30,7 @@ from estimator_mgpu.partition.rules import (
     strings,
 )
 from estimator_mgpu.partition.rules.notation import Rule
+from estimator_mgpu.tf_internals import op_types
 
 # Ops worth sharding by rows that aren't the examples, such as the entries that a mask leaves. What
 # is sharded so has to be gathered in the end, so cheap ops aren't: they only go on with it.
@@ -52,3 +55,21 @@ RULES: dict[str, Rule] = {
 
 # These take the place of the same ops' rules if each device uses its own batch norm statistics.
 OF_DEVICE = neural_networks.OF_DEVICE
+
+_WITHOUT_A_RULE_OF_THE_TABLE = frozenset(
+    [
+        *selections.TYPES,
+        *entries.TYPES,
+        *op_types.SHAPE_QUERIES,
+        *op_types.FUNCTION_CALLERS,
+        *op_types.SWITCH,
+        *op_types.MERGE,
+        op_types.V1_LOOP,
+    ]
+)
+
+
+def has_rule(op_type: str) -> bool:
+    """Whether there is a way to shard ops of a type: a rule of the table, or another one."""
+    is_of_list = op_type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))
+    return op_type in RULES or op_type in _WITHOUT_A_RULE_OF_THE_TABLE or is_of_list
