@@ -25,6 +25,7 @@ def test_an_error_without_a_message():
 
     assert exits.error_text(Silent()) == 'Silent: it has no message, as its str() fails'
     assert exits.error_text(KeyError('a')) == "KeyError: 'a'"
+    assert exits.error_text(KeyboardInterrupt()) == 'KeyboardInterrupt'
 
 
 def test_exits_are_noted(monkeypatch):

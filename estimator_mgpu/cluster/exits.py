@@ -59,7 +59,7 @@ def error_text(error: BaseException) -> str:
         message = str(error)
     except Exception:
         message = 'it has no message, as its str() fails'
-    return f'{type(error).__name__}: {message}'
+    return ': '.join(filter(None, [type(error).__name__, message]))
 
 
 def error_and_status(argument: Any) -> tuple[str | None, int]:
