@@ -91,10 +91,10 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
 
         is_auto = isinstance(self._microbatches, AutoMicrobatches)
         given = [count for count in (steps, max_steps) if count is not None]
-        # Without any, training ends with its input. Estimator refuses both, and what isn't above 0.
+        # Without any, training ends with its input. Estimator itself refuses two, and 0 or less.
         has_last_step = len(given) == 1 and int(given[0]) > 0
         if (is_auto or chief is not None) and has_last_step:
-            # Training may begin again: from a later checkpoint, or with the last step made.
+            # Training may begin again: from a later checkpoint, or after its last step.
             hooks.append(LastStep(steps, max_steps))
             steps = None
 
@@ -172,7 +172,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
 
     def _reads_by_machine(self, input_fn: Any) -> Callable[[], Any]:
         """An input_fn whose batches are the parts that all machines read."""
-        call = functools.partial(self._call_input_fn, mode=tf_estimator.estimator.ModeKeys.TRAIN)
+        call = functools.partial(self._call_input_fn, mode=_MODES.TRAIN)
         towers = resolve(self._model_fn.replicate_options['devices'], self._config.machines)
         return machine_input.read(call, input_fn, towers)
 
@@ -362,7 +362,7 @@ class Estimator(_OnMachines):
 
 
 def _options_of(estimator: Any) -> dict[str, Any]:
-    """An estimator's options of `replicate()`; `remade` may give it a model_fn without any."""
+    """An estimator's options of `replicate()`: the defaults, if it has a plain model_fn."""
     plain = {'microbatches': 1, 'input': 'chief'}
     return getattr(estimator._model_fn, 'replicate_options', plain)
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.micro_batches.turns import static_extents
+
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
 
@@ -23,7 +25,7 @@ def is_count(value: Any) -> bool:
 class Step(NamedTuple):
     """What is known of a step."""
 
-    examples: int | tf.Tensor | None  # In the global batch: an int if it's static.
+    examples: int | tf.Tensor | None  # In the global batch, as `Batch` counts: an int if static.
     loss: tf.Tensor | None
     devices: list[str]  # One for each chain of towers; none if the model_fn isn't replicated.
     plan: Any = None  # How its graph was divided, a `Plan`; None if it wasn't.
@@ -61,9 +63,7 @@ class Step(NamedTuple):
         """How many examples each device gets, in order; None if the batch size isn't static."""
         if not isinstance(self.examples, int):
             return None
-        # The first devices get what is left, one example each.
-        each, left = divmod(self.examples, len(self.devices))
-        return [each + 1 if index < left else each for index in range(len(self.devices))]
+        return [count for _, count in static_extents(self.examples, len(self.devices), turns=1)]
 
 
 def record(step: Step) -> None:

@@ -2,7 +2,8 @@
 
 In: what a function makes, and what is fed. A `Trial` is a copy of an op, whose inputs are sharded
 along one dimension in one way. All copies are divided at once, by the rules alone, and each is run
-with several sizes and compared with the op on one device.
+with several sizes and compared with the op on one device. Inputs have the values that they have in
+the function, of which `Dimension.input_with` takes some, or takes some twice.
 """
 
 from __future__ import annotations

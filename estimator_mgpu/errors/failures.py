@@ -26,10 +26,10 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.errors import user_lines
 from estimator_mgpu.memory import memory_advice
+from estimator_mgpu.partition.micro_batches.turns import static_extents
 from estimator_mgpu.partition.nodes.names import CopyName
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
-from estimator_mgpu.partition.towers.shards import static_extents
 from estimator_mgpu.tf_internals import (
     error_messages,
     function_calls,
@@ -263,7 +263,7 @@ def _line(op: tf.Operation | None) -> str:
 
 
 def _examples(step: steps.Step, copy: CopyName) -> str:
-    """Says which examples a tower's copy of an op has."""
+    """Says which examples a tower's copy of an op has, as `static_extents` divides them."""
     if _row_spaces(step.plan, copy.op_name) - {step.plan.rows}:
         return 'its share of the rows'  # that a mask left, say
     if not isinstance(step.examples, int):

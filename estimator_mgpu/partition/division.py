@@ -20,6 +20,7 @@ from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 Result = Union[tf.Tensor, tf.Operation]
+"""What a step may be run for."""
 
 NO_BATCH = Batch([], None, {}, {})
 

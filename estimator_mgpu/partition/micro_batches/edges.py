@@ -11,17 +11,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, Union
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Result
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
-
-Result = Union[tf.Tensor, tf.Operation]
-"""What a step may be run for."""
 
 
 class Unit(NamedTuple):

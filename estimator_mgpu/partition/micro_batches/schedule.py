@@ -35,8 +35,9 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.division import Result
 from estimator_mgpu.partition.micro_batches.activation_bytes import Activations, Stage
-from estimator_mgpu.partition.micro_batches.edges import Result, StepUnits, Unit
+from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
 from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs

@@ -47,3 +47,28 @@ def chains_of(towers: Sequence[Tower]) -> list[Chain]:
     """The towers of each device; a device that is listed twice has two chains."""
     turns = max(tower.turn for tower in towers) + 1
     return [towers[first : first + turns] for first in range(0, len(towers), turns)]
+
+
+def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]]:
+    """The extents of all towers: where each starts, and how many rows it has.
+
+    Args:
+      total: how many rows there are.
+      devices: over how many devices they are divided.
+      turns: how many towers each device has, one after the other.
+    """
+    extents: list[tuple[int, int]] = []
+    for start, size in divide_extent(0, total, devices):
+        extents += divide_extent(start, size, turns)
+    return extents
+
+
+def divide_extent(start: int, size: int, count: int) -> list[tuple[int, int]]:
+    """Divides an extent whose size is known into so many."""
+    each, larger = divmod(size, count)
+    extents = []
+    for index in range(count):
+        size_of_one = each + (index < larger)
+        extents.append((start, size_of_one))
+        start += size_of_one
+    return extents

@@ -1,6 +1,7 @@
-"""Which state an op reads and writes: variables, tables, queues, whatever is kept between ops.
+"""Which state an op reads and writes: variables, tables, queues, whatever it is given a handle of.
 
-A piece of state is known by the op that makes it, such as a `VarHandleOp`.
+A piece of state is known by the op that makes it, such as a `VarHandleOp`. For what has no
+handle, such as the log or what a Python function keeps, there is `effects.has_side_effect`.
 
 An op that calls functions does what their ops do with the state that it hands to them. A reference
 variable of TensorFlow 1 is read by an `Identity`, whose output lies in the variable's own memory;

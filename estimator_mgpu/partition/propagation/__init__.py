@@ -9,7 +9,7 @@ In: the placements of the batch. Out: a `Plan`. Nothing is added to the graph he
 - `reasons`: why an op runs once, of several reasons the one that users are told.
 - `matching`: along which label of its rule an op is sharded; `accepted_shapes` asks TensorFlow.
 - `loops`, `branches`, `called_functions`, `function_bodies`: ops that call functions, and loops and
-  branches of TensorFlow 1. `kept_values`: what loops keep for their gradients;
+  branches of TensorFlow 1. `value_origins`: which op made a value that a loop keeps;
   `loops_over_rows`: loops that take one example after the other, as `tf.map_fn` does.
 - `scope`: what is known of a graph, or of a function, while its ops are visited.
 - `unused_gradients`, before, finds ops that need no decision; `needless_ops`, afterwards, takes ops

@@ -38,8 +38,8 @@ from estimator_mgpu.partition.placements import (
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
-from estimator_mgpu.partition.propagation.kept_values import origin_of
 from estimator_mgpu.partition.propagation.scope import Scope
+from estimator_mgpu.partition.propagation.value_origins import origin_of
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes

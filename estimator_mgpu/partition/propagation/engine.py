@@ -89,7 +89,8 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    while True:  # Each pass but the last adds to one of these, and nothing is taken away.
+    # Each pass but the last adds to `reduced` or `run_once`, which never lose anything: so it ends.
+    while True:
         scope = Scope(
             batch,
             Rules(rules, CALL_RULES, heavy),
@@ -269,7 +270,8 @@ class _Pass:
 
     def _decide(self, op: OpOrLoop, placements: list[Placement]) -> None:
         """Lets an op run on every tower if it can be sharded, and otherwise once."""
-        # Rows that begin in a branch end with it.
+        # Rows that begin in a branch end with it: such a `Merge` isn't sharded, nor does it pass on
+        # partial results.
         rows_end = op.type in op_types.MERGE and any(
             self._begins_in_branch(rows_of(placement)) for placement in placements
         )
@@ -316,7 +318,7 @@ class _Pass:
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
         if op.type in op_types.SHAPE_QUERIES or not (follows_gathered or uses_towers):
-            return
+            return  # It wouldn't be sharded anyway, so there is no reason to tell.
 
         self._note_once(op, placements, reason)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)
@@ -354,7 +356,7 @@ class _Pass:
         # A v1 loop is named by the ops that give its results. What is gathered for it counts once.
         members = op.exits if isinstance(op, V1Loop) else [op]
         for index, member in enumerate(members):
-            self.once[member.name] = reason, 0 if index else bytes_gathered
+            self.once[member.name] = (reason, 0 if index else bytes_gathered)
 
     def _reduce_inputs(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Notes that the partial results that an op uses are reduced where they come from.
@@ -375,7 +377,7 @@ class _Pass:
                 self._visit_again(tensor, rearrangements[::-1])
 
     def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
-        """Lets ops run once that have passed on a partial result, as it's reduced before them.
+        """Lets ops run once that have passed on a partial result that is now reduced before them.
 
         For example, a gradient is summed over the examples and reshaped, and an optimizer needs all
         of it. The reshape was sharded when it was visited. Now that the sum is reduced, the reshape

@@ -16,10 +16,10 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.division import Division, Result
 from estimator_mgpu.partition.messages.packing import find_packs
 from estimator_mgpu.partition.messages.slices import Slices, find_sent
-from estimator_mgpu.partition.micro_batches.edges import Edges, Result, StepUnits
+from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits
 from estimator_mgpu.partition.micro_batches.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
 from estimator_mgpu.partition.micro_batches.turns import Tower, chains_of, towers_of

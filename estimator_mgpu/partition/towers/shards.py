@@ -16,7 +16,13 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import rows_of
-from estimator_mgpu.partition.micro_batches.turns import Chain, Tower, chains_of
+from estimator_mgpu.partition.micro_batches.turns import (
+    Chain,
+    Tower,
+    chains_of,
+    divide_extent,
+    static_extents,
+)
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import (
@@ -85,7 +91,7 @@ class Shards:
     def _set_static_extents(self) -> None:
         """If the number of rows is known, there is one for each tower, or nothing is sharded."""
         self.total = self.rows.static or 0
-        self._extents_of_chains = _divide(0, self.total, len(self.chains))
+        self._extents_of_chains = divide_extent(0, self.total, len(self.chains))
         extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
         self._extents = extents
         self.counts = [count for _, count in extents]
@@ -393,31 +399,6 @@ class _Extents(NamedTuple):
     def names(self) -> list[Extent]:
         """The names of the start and the size of each."""
         return list(zip(_names_of_entries(self.starts), _names_of_entries(self.sizes)))
-
-
-def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]]:
-    """The extents of all towers: where each starts, and how many rows it has.
-
-    Args:
-      total: how many rows there are.
-      devices: over how many devices they are divided.
-      turns: how many towers each device has, one after the other.
-    """
-    extents: list[tuple[int, int]] = []
-    for start, size in _divide(0, total, devices):
-        extents += _divide(start, size, turns)
-    return extents
-
-
-def _divide(start: int, size: int, count: int) -> list[tuple[int, int]]:
-    """Divides an extent whose size is known into so many."""
-    each, larger = divmod(size, count)
-    extents = []
-    for index in range(count):
-        size_of_one = each + (index < larger)
-        extents.append((start, size_of_one))
-        start += size_of_one
-    return extents
 
 
 def index_type(size: Size) -> tf.DType:

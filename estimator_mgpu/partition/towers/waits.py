@@ -12,8 +12,8 @@ after the updates, as on one device:
     tower 1:  activations ----> gradient ---+
 
 So a copy that has no side effect doesn't wait for what runs once, unless it reads a variable that
-is written before. What the copies don't wait for, the ops wait for that the user made and that come
-after them: those that write, and those that give what somebody fetches.
+is written before. Instead, those of the user's ops that come later wait for it: what writes, and
+what gives somebody a value to fetch.
 
 In: a plan, and the order in which the user's graph touches state. Out: ops to wait for.
 """
@@ -62,15 +62,17 @@ class Waits:
         for op in ops:
             if op.name in plan.ops:
                 self._sharded_bits |= order.bits(op)
+        # Found once all ops were visited; the ops behind them are visited again.
         self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
-        # The bits of what an op waits for and its own; of a sharded op, those of its copies and
-        # those of the user's op, which is there for whoever fetches it.
+        # By ops. A sharded op is in all of these: the user's op is there for whoever fetches it.
+        # As bits, what has run when a copy has, or the user's op, itself included:
         self._waited_for_by_copy: dict[tf.Operation, int] = {}
         self._waited_for: dict[tf.Operation, int] = {}
+        # What they wait for by control edges:
         self._waits_of_copy: dict[tf.Operation, Sequence[tf.Operation]] = {}
-        self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}
-        self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}
+        self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}  # where it waited before
+        self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}  # further ones
 
         self._needed_by_copies = self._find_needed_by_copies(ops)
         # The others neither wait for anything now nor may have to.
@@ -85,21 +87,23 @@ class Waits:
     def _visit_all(self, ops: Sequence[tf.Operation]) -> None:
         """Decides what ops wait for, each after those that it depends on."""
         ways_back = [op for op in ops if op.type in op_types.NEXT_ITERATION]
+
+        def known_of_loops() -> list[tuple[int | None, int | None]]:
+            return [
+                (self._waited_for.get(op), self._waited_for_by_copy.get(op)) for op in ways_back
+            ]
+
         is_complete = False
         while not is_complete:
             # What a v1 loop waits for is known only once its way back is visited, which comes
-            # first. Within loops no waits are added: so what is known of a loop only grows once its
+            # last. Within loops no waits are added: so what is known of a loop only grows once its
             # entries are settled, and this ends.
-            known = [
-                (self._waited_for.get(op), self._waited_for_by_copy.get(op)) for op in ways_back
-            ]
+            known = known_of_loops()
             for op in ops:
                 if op.name in self._plan.ops:
                     self._visit_copy(op)
                 self._visit(op)
-            is_complete = known == [
-                (self._waited_for[op], self._waited_for_by_copy.get(op)) for op in ways_back
-            ]
+            is_complete = known == known_of_loops()
 
     def of_copy(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """The ops for which a copy of an op waits by control edges; of sharded ones, the copies.
@@ -108,10 +112,10 @@ class Waits:
         """
         if op in self._waits_of_copy:
             return self._waits_of_copy[op]
-        return [] if self._is_free(op) else op.control_inputs
+        return [] if self._may_wait_otherwise(op) else op.control_inputs
 
     def of_op(self, op: tf.Operation) -> Sequence[tf.Operation]:
-        """The ops for which one of the user's ops waits as before; of sharded ones, all copies."""
+        """The ops for which one of the user's ops still waits; of sharded ones, all copies."""
         return self._waits.get(op, op.control_inputs)
 
     def of_read(self, op: tf.Operation, tensor: tf.Tensor) -> Sequence[tf.Operation]:
@@ -131,7 +135,7 @@ class Waits:
         return list(dict.fromkeys(waits))
 
     def added(self, op: tf.Operation) -> Sequence[tf.Operation]:
-        """Further ops for which one of the user's ops waits, as something before it doesn't."""
+        """Further ops for which one of the user's ops waits: those before it no longer do."""
         return self._added.get(op, ())
 
     def ops_with_added(self) -> list[tf.Operation]:
@@ -151,7 +155,7 @@ class Waits:
         ops: list[tf.Operation] = []
         for tensor in replacements:
             needed = self._order.must_have_run(tensor.op)
-            if tensor is used:  # What the ops of others did, something else does.
+            if tensor is used:  # The effects of an op that was replaced happen in its place.
                 needed |= self._order.bits(tensor.op) & self._order.effects
             missing = needed & ~waited_for
             ops += self._order.ops_for(missing, tensor.op)
@@ -197,7 +201,7 @@ class Waits:
         waits = [
             before
             for before in op.control_inputs
-            if before.name in self._plan.ops or not self._is_free(op)
+            if before.name in self._plan.ops or not self._may_wait_otherwise(op)
         ]
         waits += self._reads_to_wait_for.get(op, ())
         bits = self._order.certain.waited_for(op, of_inputs, self._bits_of_controls(waits))
@@ -212,6 +216,7 @@ class Waits:
     def _visit(self, op: tf.Operation) -> None:
         # What it waits for doesn't run if it's fed.
         may_be_fed = op.type in op_types.PLACEHOLDERS
+        # Copies need it, so it waits for no tower.
         runs_early = op in self._needed_by_copies and op in self._of_batch and not may_be_fed
         waits = [] if runs_early else op.control_inputs
         of_inputs = [self._bits_of_operand(tensor) for tensor in op.inputs]
@@ -231,7 +236,7 @@ class Waits:
     def _find_reads_to_wait_for(
         self, ops: Sequence[tf.Operation]
     ) -> dict[tf.Operation, list[tf.Operation]]:
-        """For each tower's gradient, the tower's own reads for which it waits in the write's place.
+        """For each tower's gradient, its own reads for which it waits, so that the write needn't.
 
         The gradient of a reference variable needn't follow from all reads of it, after which it's
         written. If the write itself waited for them, each device would have to send a message:
@@ -249,7 +254,7 @@ class Waits:
             reads = late_reads & self._order.must_come_before(op)
             missing = [read for read in self._added[op] if self._order.bits(read) & reads]
             gradient = self._nearest_made_from_all(op) if missing else None
-            if gradient is not None and self._is_free(gradient):
+            if gradient is not None and self._may_wait_otherwise(gradient):
                 edges += [(read, gradient) for read in missing if read is not gradient]
         if not edges:
             return {}
@@ -304,15 +309,15 @@ class Waits:
             if op not in needed:
                 needed.add(op)
                 stack += self._user_ops_of(op.inputs)
-                if not (self._order.is_quiet(op) and self._is_free(op)):
+                if not (self._order.is_quiet(op) and self._may_wait_otherwise(op)):
                     stack += [c for c in op.control_inputs if c.name not in self._plan.ops]
-        return {op for op in needed if self._order.is_quiet(op) and self._is_free(op)}
+        return {op for op in needed if self._order.is_quiet(op) and self._may_wait_otherwise(op)}
 
     def _user_ops_of(self, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
         """The user's ops of tensors, but of those that towers make."""
         return [t.op for t in tensors if not self._origins.is_made_from_local(t)]
 
-    def _is_free(self, op: tf.Operation) -> bool:
+    def _may_wait_otherwise(self, op: tf.Operation) -> bool:
         """Whether an op may wait for other ops than it did: it isn't in v1 control flow."""
         return self._order.liveness.always_runs(op)
 
@@ -327,7 +332,7 @@ class Waits:
             return self._waited_for_by_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST:
             # Each tower has a copy, which waits for nothing but its branch.
-            waits = [] if self._is_free(tensor.op) else tensor.op.control_inputs
+            waits = [] if self._may_wait_otherwise(tensor.op) else tensor.op.control_inputs
             return union_of(self._bits_of_controls(waits))
         return self._bits_of_operand(tensor)
 
