@@ -15,7 +15,7 @@ from typing import Any, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.steps import is_count
+from estimator_mgpu.steps import is_positive_integer
 from estimator_mgpu.tf_internals.tf_estimator import get_default_session_config
 
 Devices = Union[None, int, str, Iterable[str]]
@@ -227,7 +227,7 @@ def checked_microbatches(microbatches: Any) -> int:
             'can try again if memory is too small: Estimator(model_fn, devices=2, '
             "microbatches='auto'), of a model_fn that isn't replicated. Here, give a number."
         )
-    if not is_count(microbatches):
+    if not is_positive_integer(microbatches):
         raise ValueError(
             f'microbatches={microbatches!r} is no number of micro-batches. Give 1 or more: that '
             "many parts of each device's examples run one after another. Estimator and "

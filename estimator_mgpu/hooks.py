@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.steps import is_count, of_graph
+from estimator_mgpu.steps import is_positive_integer, of_graph
 
 Count = Optional[int]
 
@@ -30,7 +30,7 @@ class _StepHook(tf.train.SessionRunHook):
 
     def __init__(self, **counts: Count):
         for name, value in counts.items():
-            if value is not None and not is_count(value):
+            if value is not None and not is_positive_integer(value):
                 raise ValueError(
                     f'{name}={value!r} is no number of steps, or of examples. Give a positive int.'
                 )

@@ -17,7 +17,7 @@ from estimator_mgpu.partition.micro_batches.turns import static_extents
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 
 
-def is_count(value: Any) -> bool:
+def is_positive_integer(value: Any) -> bool:
     """Whether a value is a positive integer of Python's or NumPy's."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
 

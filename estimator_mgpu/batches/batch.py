@@ -199,11 +199,11 @@ def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
         if static is not None:
             return static
         with tf.control_dependencies(None), tf.name_scope('batch/'), tf.device(HOST):
-            return rows_of(leaf)
+            return number_of_rows(leaf)
     return None
 
 
-def rows_of(leaf: Any) -> tf.Tensor:
+def number_of_rows(leaf: Any) -> tf.Tensor:
     """Returns the size of dimension 0 of a dense, sparse or ragged tensor: an int64 scalar."""
     if isinstance(leaf, tf.RaggedTensor):
         return leaf.nrows(tf.int64)
@@ -215,7 +215,7 @@ def rows_of(leaf: Any) -> tf.Tensor:
 
 
 def _rows_of_each(leaves: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the sizes of dimension 0 of leaves, as `rows_of` does of one.
+    """Returns the sizes of dimension 0 of leaves, as `number_of_rows` does of one.
 
     A few ops give those of all dense tensors of one type on one device, as there may be thousands.
     If machines have read parts, each of them sends those of all its parts as one vector.
@@ -230,13 +230,15 @@ def _rows_of_each(leaves: Sequence[Any]) -> list[tf.Tensor]:
         if len(tensors) > 1:
             sizes.update(zip((tensor.name for tensor in tensors), _first_sizes(tensors)))
     return [
-        sizes[leaf.name] if isinstance(leaf, tf.Tensor) and leaf.name in sizes else rows_of(leaf)
+        sizes[leaf.name]
+        if isinstance(leaf, tf.Tensor) and leaf.name in sizes
+        else number_of_rows(leaf)
         for leaf in leaves
     ]
 
 
 def _first_sizes(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """The same as `rows_of` of each, of dense tensors of one type that are on the same devices."""
+    """As `number_of_rows` of each, of dense tensors of one type that are on the same devices."""
     ranks = [tensor.shape.rank for tensor in tensors]
     positions = np.cumsum([0, *ranks[:-1]])  # of the first sizes among all of the shapes'
     vectors = []

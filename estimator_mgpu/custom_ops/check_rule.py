@@ -18,7 +18,7 @@ from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import OpPlan
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.steps import is_count
+from estimator_mgpu.steps import is_positive_integer
 from estimator_mgpu.tf_internals import function_calls
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
@@ -110,7 +110,7 @@ def _check_arguments(arrays: Sequence[np.ndarray], towers: Any, types: Any) -> N
             '0, as many as the others. What has no examples is no argument of the function: '
             'lambda x: my_op(x, table).'
         )
-    if not is_count(towers) or towers < 2:
+    if not is_positive_integer(towers) or towers < 2:
         raise ValueError(
             f'towers={towers!r}: give the number of shards that are compared with one device, 2 or '
             'more.'

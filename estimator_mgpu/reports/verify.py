@@ -25,7 +25,7 @@ from estimator_mgpu.partition.order.open_pairs import OpenPair
 from estimator_mgpu.replicate import check_strategies, replicate
 from estimator_mgpu.replicated_estimator import Estimator, remade, with_devices
 from estimator_mgpu.reports.notebooks import Table, html_of
-from estimator_mgpu.steps import is_count, of_graph
+from estimator_mgpu.steps import is_positive_integer, of_graph
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2
 
@@ -233,7 +233,7 @@ def _check_arguments(estimator: Any, params: Any, steps: Any, tolerance: Any) ->
             f'params={params!r} is of {type(params).__name__}, which holds no hyperparameters. '
             'Devices are given by name: verify(model_fn, input_fn, devices=4).'
         )
-    if not is_count(steps):
+    if not is_positive_integer(steps):
         raise ValueError(f'steps={steps!r} is no number of batches: it is 1 or more.')
     if not isinstance(tolerance, (int, float, np.floating)) or not 0 <= tolerance < 1:
         raise ValueError(f'tolerance={tolerance!r} is no relative difference, such as 1e-4.')

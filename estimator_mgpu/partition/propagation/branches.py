@@ -39,7 +39,7 @@ from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, S
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.propagation.value_origins import origin_of
+from estimator_mgpu.partition.propagation.value_origins import output_behind
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
@@ -112,7 +112,7 @@ def _check_choices(op: tf.Operation, placements: Sequence[Placement]) -> None:
       NotSharded: if another tensor, or none, chooses its branch.
     """
     choices = {given.choice for given in placements if isinstance(given, ByBranch)}
-    if choices and choices != {origin_of(op.inputs[0])}:
+    if choices and choices != {output_behind(op.inputs[0])}:
         raise NotSharded('it is given what other branches have computed')
 
 
@@ -207,7 +207,7 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
             if all(_is_optional(tensor) for tensor in tensors):
-                return ByBranch(origin_of(output.op.inputs[0]), tuple(placements))
+                return ByBranch(output_behind(output.op.inputs[0]), tuple(placements))
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     differs = any(body.differs(tensor) for body, tensor in zip(bodies, tensors))
     if placement == REPLICATE and differs:

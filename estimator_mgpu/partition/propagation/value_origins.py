@@ -20,7 +20,7 @@ from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 
-def origin_of(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
+def output_behind(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
     """The output of an op that has made a tensor, before loops have passed it on, or kept it.
 
     Returns:
@@ -33,7 +33,7 @@ def origin_of(tensor: tf.Tensor) -> tuple[tf.Operation, int]:
         source = tensor.op.inputs[tensor.value_index] if _never_changes(tensor) else None
     else:
         source = _given_to_loop(tensor, may_change=False)
-    return (tensor.op, tensor.value_index) if source is None else origin_of(source)
+    return (tensor.op, tensor.value_index) if source is None else output_behind(source)
 
 
 def _pushed_into(variable: tf.Tensor | None) -> tf.Tensor | None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import rows_of
+from estimator_mgpu.batches.batch import number_of_rows
 from estimator_mgpu.partition.micro_batches.turns import (
     Chain,
     Tower,
@@ -277,7 +277,7 @@ class Shards:
         """Adds ops that compute each tower's extent in each part."""
         tensor_of = self.nodes.graph.get_tensor_by_name
         with self.nodes.at_once(self.nodes.host, parts[0].op):
-            rows = tf.stack([tf.cast(rows_of(part), tf.int32) for part in parts])
+            rows = tf.stack([tf.cast(number_of_rows(part), tf.int32) for part in parts])
             rows_before = tf.cumsum(rows, exclusive=True)
             start_names, size_names = zip(*self._extents)
             # Matrices from here on: a row for each tower, a column for each part.
