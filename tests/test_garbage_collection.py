@@ -10,6 +10,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import replicate
+from estimator_mgpu.tf_internals import garbage_collection
 from estimator_mgpu.tf_internals.garbage_collection import (
     collect_earlier_graphs,
     no_garbage_collection,
@@ -18,8 +19,9 @@ from models import regression, sgd
 
 
 @pytest.fixture
-def nothing_frozen():
+def nothing_frozen(monkeypatch):
     """Undoes conftest's `gc.freeze()` during a test."""
+    monkeypatch.setattr(garbage_collection, '_are_some_frozen', False)
     gc.unfreeze()
     yield
     gc.collect()
