@@ -186,12 +186,10 @@ class Order:
         entries wait: whoever comes after the loop relies on that, also if the body never runs.
         """
         within = defaultdict[Frame, int](int)  # the bits of a loop's ops
-        for op in ops:
-            if self.liveness.frame(op):
-                within[self.liveness.outermost_loop(op)] |= self.bits(op)
-        for op in ops:
-            if not self.liveness.frame(op):
-                continue
+        ops_in_loops = [op for op in ops if self.liveness.frame(op)]
+        for op in ops_in_loops:
+            within[self.liveness.outermost_loop(op)] |= self.bits(op)
+        for op in ops_in_loops:
             loop = self.liveness.outermost_loop(op)
             needed = self.must_come_before(op) & ~within[loop]
             if not needed:
