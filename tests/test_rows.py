@@ -141,6 +141,36 @@ def test_rows_that_differ_when_the_step_runs():
         train(loss, data, 2, static=False)
 
 
+MEETINGS = {
+    'joined': lambda rows, x: tf.concat([rows, x], 1),
+    'chosen': lambda rows, x: tf.where(x > 0, rows, x),
+    'selected': lambda rows, x: tf.concat(
+        tf.dynamic_partition(rows, tf.cast(x[:, 0] > 0, tf.int32), 2), 0
+    ),
+}
+
+
+@pytest.mark.parametrize('towers', [2, 3])
+@pytest.mark.parametrize('meeting', MEETINGS)
+def test_rows_beside_those_of_the_batch(meeting, towers, behavior):
+    """What was made once, and only the step tells of how many rows: as many, fewer, or more."""
+
+    def model_fn(features, labels, mode):
+        sums = tf.math.segment_sum(features, labels)
+        made = MEETINGS[meeting](sums, features)
+        return adagrad(mode, tf.reduce_mean(tf.square(made @ weights('w', made.shape[1], 1))))
+
+    def batch(*segments):
+        return floats(len(segments), 3), np.array(segments, np.int32)
+
+    as_many = [batch(0, 1, 1, 3, 3, 5), batch(0, 1), batch(0)]
+    compare(model_fn, as_many, towers, static=False)
+    for other in (batch(0, 1, 1, 3, 3, 4), batch(0, 1, 1, 3, 3, 6), batch(0, 2), batch(0, 6)):
+        for devices in (1, towers):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                train(model_fn, [other], devices, static=False)
+
+
 def test_one_batch_is_taken_a_step():
     """By whatever of it is divided."""
     rows = floats(24, 3)

@@ -138,9 +138,9 @@ class Values:
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""
         shards = self.shards_of(need.rows)
-        full = self.full(tensor)
         device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
+        full = self._sure_of_rows(tensor, need, device)
         if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
             places = self._places(need.rows, tower)
             return sparse_rows.take(self._nodes, full, dtype, places, device, tf.int64, need.axis)
@@ -152,6 +152,24 @@ class Values:
             rows = shards.slice(packed, bits.PACKED, 0, need.factor, tower, device)
             return bits.unpack(self._nodes, rows, tensor, tower.device)
         return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+
+    def _sure_of_rows(self, tensor: tf.Tensor, need: Slice, device: str) -> str:
+        """The full value of which towers take slices, which has to have all rows, and no more.
+
+        A rule may only know that its op fails otherwise. Of more rows, towers would leave out some,
+        and none of their ops would fail.
+        """
+        full = self.full(tensor)
+        dims = self._plan.sizes.dims(tensor)
+        rows = need.factor * full_size(need.rows)
+        if dims and dims[need.axis].same_as(rows):
+            return full
+        # A split into all rows and none fails if there are more. TensorFlow would remove one into a
+        # single part.
+        count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
+        parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
+        types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
+        return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
         """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
