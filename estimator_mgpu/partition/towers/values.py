@@ -156,23 +156,23 @@ class Values:
     def _sure_of_rows(self, tensor: tf.Tensor, need: Slice, device: str) -> str:
         """The full value of which towers take slices, which has to have all rows, and no more.
 
-        A rule may only know that its op fails otherwise. Of more rows, towers would leave out some,
-        and none of their ops would fail.
+        A rule may rely on it, as its op fails otherwise. But towers would leave out the rows that are
+        too many, and none of their ops would fail.
         """
         full = self.full(tensor)
         dims = self._plan.sizes.dims(tensor)
         rows = need.factor * full_size(need.rows)
         if dims and dims[need.axis].same_as(rows):
             return full
-        # A split into all rows and none fails if there are more. TensorFlow would remove one into a
-        # single part.
+        # A split into all rows and none fails if there are more. (Grappler would remove a split into
+        # a single part.)
         count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
         parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
         types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
         return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
-        """Whether turns take their slices of a packed value: of a mask that isn't the batch's."""
+        """Whether a full value waits for its turns as bits: it's a mask, and none of the batch's."""
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
 
@@ -242,7 +242,7 @@ class Values:
         return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
 
     def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
-        """For each row of a selection, its place among those of all towers, one after the other."""
+        """For each row of a selection, its place where the towers' rows follow one another."""
         numbers = [self._numbers(rows, tower) for tower in self._towers]
         origin = self.shards_of(rows.origin)
         joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
@@ -363,7 +363,7 @@ class Values:
         if isinstance(placement, Partial):
             return {name: self.reduced_on(tensor, device)}
         if isinstance(rows, SelectedRows) and not placement.in_blocks:
-            # How many rows were picked by which tower needn't be known.
+            # They are joined as they are, so it needn't be known how many each tower has picked.
             origin = self.shards_of(rows.origin)
             gathered = reduce_and_gather.gather_selection(
                 origin, values, dtype, placement.axis, device
@@ -386,7 +386,7 @@ class Values:
         Args:
           tensor: the user's.
           device: one.
-          is_for_all: whether all devices reduce it, each for itself.
+          is_for_all: whether all devices reduce it, each for itself: then not in slices.
         """
         placement = self._plan.placements[tensor.name]
         assert isinstance(placement, Partial)
@@ -447,6 +447,7 @@ class Values:
         return full_mean if tensor.value_index == mean.value_index else full_variance
 
     def _make_size(self, tensor: tf.Tensor) -> str:
+        """The value of a tensor that says how large the global batch is, as of `tf.shape(x)`."""
         dtype = tensor.dtype.base_dtype
         entries = self._plan.sizes.entries(tensor) or []
         values = [self.batch_shards.size_value(size, None, dtype) for size in entries]
@@ -455,7 +456,8 @@ class Values:
     def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
         """A size that is dead if the op that asked for it is: in a branch that isn't taken.
 
-        Else what follows would run, and draw random numbers of which the next step has other ones.
+        Else what follows would run and draw random numbers, and the next step would draw others
+        than on one device.
         """
         tower = self._towers[0]
         operand = next(o for o in tensor.op.inputs if o.name in self._plan.placements)
