@@ -156,7 +156,7 @@ class Values:
     def _sure_of_rows(self, tensor: tf.Tensor, need: Slice, device: str) -> str:
         """The full value of which towers take slices, which has to have all rows, and no more.
 
-        A rule may rely on it, as its op fails otherwise. But towers would leave out the rows that are
+        A rule may rely on it, as its op fails otherwise. But towers would leave out rows that are
         too many, and none of their ops would fail.
         """
         full = self.full(tensor)
@@ -164,15 +164,15 @@ class Values:
         rows = need.factor * full_size(need.rows)
         if dims and dims[need.axis].same_as(rows):
             return full
-        # A split into all rows and none fails if there are more. (Grappler would remove a split into
-        # a single part.)
+        # A split into all rows and none fails if there are more. One into a single part would be
+        # removed by Grappler.
         count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
         parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
         types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
         return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
-        """Whether a full value waits for its turns as bits: it's a mask, and none of the batch's."""
+        """Whether a full value waits for its turns as bits: a mask that isn't the batch's."""
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
 
@@ -456,7 +456,7 @@ class Values:
     def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
         """A size that is dead if the op that asked for it is: in a branch that isn't taken.
 
-        Else what follows would run and draw random numbers, and the next step would draw others
+        Else what follows would run and draw random numbers, and would draw others in the next step
         than on one device.
         """
         tower = self._towers[0]
