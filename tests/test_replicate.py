@@ -262,3 +262,20 @@ assert context.context()._context_handle is None
 def test_gpus_are_not_initialised():
     """Listing them goes by tf.config alone; nothing makes a session or an eager context."""
     output_of(['-c', PROGRAM])
+
+
+def test_each_run_builds_the_same_graph():
+    """TensorFlow has control inputs in the order of their addresses in memory."""
+
+    def model_fn(features, labels, mode):
+        for _ in range(6):
+            features = tf.layers.dense(features, 4)
+        loss = tf.reduce_mean(tf.square(features - labels))
+        return spec_of(mode, loss, adam(loss))
+
+    replicated = estimator_mgpu.replicate(model_fn, devices=3)
+    graphs = [
+        {(op.name, op.device, *sorted(op.node_def.input)) for op in built(replicated)}
+        for _ in range(6)
+    ]
+    assert all(graph == graphs[0] for graph in graphs)

@@ -336,7 +336,8 @@ def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> lis
         by_device[device_of(op) or ''].append(op)
 
     names: list[str] = []
-    for device, ops_of_device in by_device.items():
+    # TensorFlow has control inputs in an order that isn't the same in each run.
+    for device, ops_of_device in sorted(by_device.items()):
         if joins and device and len(ops_of_device) > 1:
             names.append(nodes.after(ops_of_device, device).removeprefix('^'))
         else:
