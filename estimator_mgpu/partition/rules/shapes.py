@@ -71,14 +71,14 @@ def _transpose(op: tf.Operation, sizes: Sizes) -> Signature:
 
 
 def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`Reshape`: a dimension keeps its rows if as many entries come before it as before.
+    """`Reshape`: a dimension keeps its rows if as many entries precede it in input and output.
 
     Entries are in row-major order. From [batch, 6] to [batch, 2, 3], an example is the same
     contiguous piece of 6 entries in both, and so it is in [2 * batch, 3], with 2 rows for each
     example. From time-major [5, batch, 4] to [5, 4 * batch], 5 comes before both dimensions.
 
-    From [5, batch, 4] to [5 * batch, 4], nothing comes before the second one, but as many entries
-    come after it as before: there, the examples are in 5 blocks.
+    From [5, batch, 4] to [5 * batch, 4], nothing precedes the dimension in the output, but as many
+    entries follow it, 4, in both: there, the examples are in 5 blocks.
 
     If it's known only when the step runs whether sizes are equal, they aren't taken to be.
     """
@@ -98,7 +98,7 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
         if product(before[:i]).same_as(product(after[:j])):
             input_labels[i] = i
             output_labels[j] = i
-            if not before[i].same_as(after[j]):  # Otherwise any order of the entries is kept.
+            if not before[i].same_as(after[j]):  # Of equal sizes, blocks stay blocks, as well.
                 in_blocks[i] = False
     for i, j in pairs:
         is_free = input_labels[i] is None and output_labels[j] is None
@@ -159,8 +159,8 @@ def _shardable_axes(dims: Sequence[Size]) -> list[int]:
 def _may_have_same_rows(size: Size, other: Size) -> bool:
     """Whether two dimensions may have the same rows, with as many entries for each row or others.
 
-    batch and 2 * batch have. So may any two numbers: propagation compares them with the number of
-    rows. But of batch and an unknown size, or two of these, nobody knows.
+    For example, batch and 2 * batch have. Two numbers may: propagation compares them with that of
+    the rows. But of batch and an unknown size, or two of these, nobody knows.
     """
     rows = size.rows or other.rows
     if rows:
@@ -192,7 +192,7 @@ def _strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     labels = _slice_labels(op, dims, sizes)
     output_dims = list(labels.dims)
     if labels.part is not None:
-        output_dims[0] = _size_of_slice(*labels.part, op.outputs[0], sizes)
+        output_dims[0] = _size_of_range(*labels.part, op.outputs[0], sizes)
     return Signature(
         [labels.input, SizesOf(labels.begin), SizesOf(labels.end), FULL],
         [labels.output],
@@ -279,7 +279,7 @@ def _slice_labels(
                 part = rows, first, last
             input_labels.append(label)
             output_labels.append(label)
-        # Without a begin, the entry of `begin` means nothing; 0 is 0 on each tower.
+        # A begin that isn't set isn't looked at, and 0 is 0 on each tower.
         has_begin = label in in_blocks and not is_set('begin', i) and begin[i] != Size(0)
         begin_labels.append(label if has_begin else None)
         end_labels.append(None if is_set('end', i) else label)
@@ -302,7 +302,7 @@ def _is_of_rows(size: Size) -> bool:
     return size.rows is not None and size == full_size(size.rows)
 
 
-def _size_of_slice(
+def _size_of_range(
     rows: RowSpace, first: Size, last: Size, tensor: tf.Tensor, sizes: Sizes
 ) -> Size:
     """The size of a slice of rows, from the first one to before the last one: see `_size_of_part`.
@@ -320,7 +320,7 @@ def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -
     What else takes the same part, as `labels[:8]`, has the same rows.
 
     Args:
-      part: which one it is.
+      part: says which part it is. Of equal parts, the rows are the same.
       tensor: the part.
       sizes: of tensors.
     """
@@ -373,7 +373,7 @@ def _slice(op: tf.Operation, sizes: Sizes) -> Signature:
             end = _end(begin[axis], size[axis], dim)
             blocks = _size_of_blocks(begin[axis], end, dim, dim.rows)
             if axis == 0 and blocks is None and end != Size(-1) and dim.rows and _is_of_rows(dim):
-                part = _size_of_slice(dim.rows, begin[0], end, op.outputs[0], sizes)
+                part = _size_of_range(dim.rows, begin[0], end, op.outputs[0], sizes)
         if blocks is not None:
             in_blocks[axis] = True
         labels.append(axis if (from_start and to_end) or blocks is not None else None)
@@ -388,7 +388,7 @@ def _slice(op: tf.Operation, sizes: Sizes) -> Signature:
 
 
 def _end(begin: Size, size: Size, dim: Size) -> Size:
-    """Where a slice ends; nowhere that means anything, -1, if that isn't a product of sizes."""
+    """Where a slice ends; -1, which is no size, if that isn't a product of sizes."""
     if size == Size(-1):
         return dim
     try:
