@@ -10,6 +10,7 @@ import json
 import os
 import runpy
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -165,6 +166,8 @@ def serve(listener):
 
 def become(environment, directory, files):
     """Has this process, which was just forked, be like one that was started by itself."""
+    # A shell lets what it runs in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(directory)

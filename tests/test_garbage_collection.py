@@ -55,13 +55,13 @@ def test_what_was_made_old_is_collected_before_a_graph_is_built():
 
     node = Node()
     freed = weakref.ref(node)
-    make_old(node, before // 8)
+    make_old(node, before // 6)
     del node
     build_a_graph()
     assert freed() is not None
 
     node = Node()
-    make_old(node, before // 8)
+    make_old(node, before // 6)
     del node
     build_a_graph()
     assert freed() is None
