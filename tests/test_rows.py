@@ -141,6 +141,38 @@ def test_rows_that_differ_when_the_step_runs():
         train(loss, data, 2, static=False)
 
 
+@pytest.mark.parametrize('rows', [3, 6])
+@pytest.mark.parametrize('kind', ['sparse', 'ragged'])
+def test_rows_of_entries_that_differ_when_the_step_runs(kind, rows, behavior):
+    """Beside labels of which the graph knows how many there are."""
+
+    def model_fn(features, labels, mode):
+        if kind == 'sparse':
+            made = tf.sparse.sparse_dense_matmul(features, weights('w', 3, 1))
+        else:
+            made = tf.reduce_sum(features, 1, keepdims=True) * weights('w', 1, 1)
+        return adagrad(mode, tf.reduce_mean(tf.square(made)) + tf.reduce_sum(labels))
+
+    def features_of(data):
+        if kind == 'sparse':
+            return tf.SparseTensor([[0, 0], [2, 1]], [1.0, 2.0], data['shape'])
+        return tf.RaggedTensor.from_row_splits([1.0, 2.0], data['splits'], validate=False)
+
+    def input_fn(rows):
+        splits = np.array([0, 1, *[2] * (rows - 1)])
+        data = {'shape': np.array([rows, 3]), 'splits': splits, 'labels': floats(4, 1)}
+        tensors = {name: tf.placeholder_with_default(value, None) for name, value in data.items()}
+        tensors['shape'].set_shape([2])
+        tensors['splits'].set_shape([None])
+        tensors['labels'].set_shape([4, 1])
+        return features_of(tensors), tensors['labels']
+
+    estimator = estimator_mgpu.Estimator(model_fn, devices=2)
+    estimator.train(lambda: input_fn(4), steps=1)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='same number of examples'):
+        estimator.train(lambda: input_fn(rows), steps=1)
+
+
 MEETINGS = {
     'joined': lambda rows, x: tf.concat([rows, x], 1),
     'chosen': lambda rows, x: tf.where(x > 0, rows, x),

@@ -160,7 +160,8 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
     # By name, as one tensor may be in several places.
     dense = [leaf for leaf in with_examples.values() if isinstance(leaf, tf.Tensor)]
     sources = {tensor.name: tensor for tensor in dense}
-    sizes = {static_rows(tensor) for tensor in dense}
+    # A sparse or ragged tensor may turn out to have another number of rows, which a step checks.
+    sizes = {static_rows(leaf) for leaf in with_examples.values()}
     static = sizes.pop() if len(sizes) == 1 else None
     return Batch(list(sources.values()), static, with_examples, unknown)
 
