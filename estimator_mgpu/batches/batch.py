@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 
     Attributes:
       sources: the dense tensors, each once.
-      static: how many examples there are, if the graph knows.
+      static: how many examples there are, if the graph knows it of each leaf.
       leaves: all that has examples: dense, sparse and ragged tensors.
       unknown: tensors of unknown rank. They may be scalars, so they aren't sharded.
       has_arrays: whether there are NumPy arrays, which the model_fn turns into constants.

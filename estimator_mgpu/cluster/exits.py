@@ -59,7 +59,8 @@ def error_text(error: BaseException) -> str:
         message = str(error)
     except Exception:
         message = 'it has no message, as its str() fails'
-    return ': '.join(filter(None, [type(error).__name__, message]))
+    name = type(error).__name__
+    return f'{name}: {message}' if message else name
 
 
 def error_and_status(argument: Any) -> tuple[str | None, int]:

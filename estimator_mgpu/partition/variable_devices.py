@@ -69,8 +69,7 @@ def _variables_used_together() -> list[list[tf.Operation]]:
     return [
         [tensor.op for tensor in op.inputs if tensor.op.type in op_types.STATE_HOLDERS]
         for op in tf.get_default_graph().get_operations()
-        if op.type in op_types.FUNCTION_CALLERS
-        and (function_calls.calls_compiled(op) or _returns_variables(op))
+        if function_calls.calls_compiled(op) or _returns_variables(op)
     ]
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 _OLDEST = 2  # the generation that only a full collection visits
-_MOST_GROWTH = 1.25  # as of Python itself: with more objects, it's time for a full collection
+_MOST_GROWTH = 1.25  # as of Python itself: with more in memory, it's time for a full collection
 
 # Python 3.12 begins with a few hundred frozen objects. If there are more, the program froze some.
 _MOST_FROZEN_BY_PYTHON = 1000
@@ -23,8 +23,8 @@ class _MadeOld(NamedTuple):
 
     Attributes:
       full_collections: how many there had been.
-      first_size: how many blocks of memory Python had, when objects were first made old after
-        the last one. To count the objects themselves would take longer than to divide a graph.
+      first_size: how many blocks of memory Python had, when objects were first made old after the
+        last one. To count all objects would take longer than to divide a small graph.
       last_size: the same when they were last made old.
     """
 

@@ -64,7 +64,7 @@ def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]
 
 
 def divide_extent(start: int, size: int, count: int) -> list[tuple[int, int]]:
-    """Divides an extent whose size is known into so many."""
+    """Divides an extent whose size is known into so many: the first ones get one row more."""
     each, larger = divmod(size, count)
     extents = []
     for index in range(count):

@@ -34,12 +34,18 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.matching import Match
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import entries, handles, lists, selections, sparse
+from estimator_mgpu.partition.rules import (
+    OF_PLACEMENTS,
+    entries,
+    handles,
+    lists,
+    selections,
+    sparse,
+)
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
 from estimator_mgpu.tf_internals import op_types
 
-_SELECTIONS = (*selections.TYPES, *entries.TYPES)
 _SIZE_TYPES = frozenset((tf.int32, tf.int64))
 
 
@@ -125,13 +131,13 @@ def _keeps_order(decision: Decision) -> bool:
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     has_counted = any(isinstance(placement, CountedByTower) for placement in placements)
-    if op.type in _SELECTIONS or has_counted:
+    if op.type in OF_PLACEMENTS or has_counted:
         decision = None
         if not scope.in_function:  # Functions have sizes of their own, the same for each call.
             decision = selections.decide(op, placements, scope.sizes) or entries.decide(
                 op, placements, scope.sizes
             )
-        if decision is not None or op.type in _SELECTIONS:
+        if decision is not None or op.type in OF_PLACEMENTS:
             return decision
     counted = placements
     # Ops without a rule for positions are given them in full.

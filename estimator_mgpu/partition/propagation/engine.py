@@ -318,7 +318,7 @@ class _Pass:
         follows_gathered = self.scope.follows_gathered(op)
         uses_towers = any(placement != REPLICATE for placement in placements)
         if op.type in op_types.SHAPE_QUERIES or not (follows_gathered or uses_towers):
-            return  # It wouldn't be sharded anyway, so there is no reason to tell.
+            return  # It uses nothing of towers, or only sizes: there is no reason to tell.
 
         self._note_once(op, placements, reason)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)

@@ -56,10 +56,13 @@ RULES: dict[str, Rule] = {
 # These take the place of the same ops' rules if each device uses its own batch norm statistics.
 OF_DEVICE = neural_networks.OF_DEVICE
 
-_WITHOUT_A_RULE_OF_THE_TABLE = frozenset(
+OF_PLACEMENTS = frozenset([*selections.TYPES, *entries.TYPES])
+"""Types of ops that are sharded by what towers have of their inputs, or run once."""
+
+# What `propagation` decides without a rule of the table.
+_DECIDED_APART = frozenset(
     [
-        *selections.TYPES,
-        *entries.TYPES,
+        *OF_PLACEMENTS,
         *op_types.SHAPE_QUERIES,
         *op_types.FUNCTION_CALLERS,
         *op_types.SWITCH,
@@ -72,4 +75,4 @@ _WITHOUT_A_RULE_OF_THE_TABLE = frozenset(
 def has_rule(op_type: str) -> bool:
     """Whether there is a way to shard ops of a type: a rule of the table, or another one."""
     is_of_list = op_type.startswith((*op_types.LIST_PREFIXES, *op_types.HANDLE_PREFIXES))
-    return op_type in RULES or op_type in _WITHOUT_A_RULE_OF_THE_TABLE or is_of_list
+    return op_type in RULES or op_type in _DECIDED_APART or is_of_list

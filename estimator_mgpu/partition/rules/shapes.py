@@ -98,7 +98,7 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
         if product(before[:i]).same_as(product(after[:j])):
             input_labels[i] = i
             output_labels[j] = i
-            if not before[i].same_as(after[j]):  # Of equal sizes, blocks stay blocks, as well.
+            if not before[i].same_as(after[j]):  # Else any order is kept, as of blocks.
                 in_blocks[i] = False
     for i, j in pairs:
         is_free = input_labels[i] is None and output_labels[j] is None
@@ -279,7 +279,7 @@ def _slice_labels(
                 part = rows, first, last
             input_labels.append(label)
             output_labels.append(label)
-        # A begin that isn't set isn't looked at, and 0 is 0 on each tower.
+        # A begin that is masked isn't looked at, and 0 is 0 on each tower.
         has_begin = label in in_blocks and not is_set('begin', i) and begin[i] != Size(0)
         begin_labels.append(label if has_begin else None)
         end_labels.append(None if is_set('end', i) else label)

@@ -164,8 +164,8 @@ class Values:
         rows = need.factor * full_size(need.rows)
         if dims and dims[need.axis].same_as(rows):
             return full
-        # A split into all rows and none fails if there are more. One into a single part would be
-        # removed by Grappler.
+        # A split into `count` rows and none fails if there are more or fewer. Grappler would remove
+        # one into a single part.
         count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
         parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
         types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}

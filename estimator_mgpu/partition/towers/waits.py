@@ -216,7 +216,7 @@ class Waits:
     def _visit(self, op: tf.Operation) -> None:
         # What it waits for doesn't run if it's fed.
         may_be_fed = op.type in op_types.PLACEHOLDERS
-        # Copies need it, so it waits for no tower.
+        # If copies need it, it mustn't wait for what waits for them.
         runs_early = op in self._needed_by_copies and op in self._of_batch and not may_be_fed
         waits = [] if runs_early else op.control_inputs
         of_inputs = [self._bits_of_operand(tensor) for tensor in op.inputs]
