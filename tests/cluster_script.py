@@ -288,8 +288,8 @@ def main(
         come to its end.
       waits_to_save: whether the last save waits for the test.
       forks: whether the chief forks other processes: in a step, and after each training.
-      exits_in: where SystemExit(status) is raised, rather than at the end: in a `hook`, or in the
-        `input_fn`.
+      exits_in: where SystemExit(status) is raised: in a `hook`, or in the `input_fn`, or, by the
+        `script` itself, rather than by sys.exit(), at the end.
     """
     if elsewhere:
         serve_at(elsewhere)
@@ -347,6 +347,8 @@ def main(
     predict_input_fn = hanging_input_fn if hangs == 'predict' else lambda: input_fn().take(2)
     found = estimator.predict(predict_input_fn)
     tell('PREDICTED', np.stack([one['output'] for one in found]).tolist())
+    if exits_in == 'script':
+        raise SystemExit(status)
     leave(status, error)
 
 

@@ -338,10 +338,10 @@ def test_ends_while_all_workers_are_stopped(number, make):
         ('hook', 3, 3, ''),
         ('hook', 0, 0, ''),
         ('input_fn', 'Boo', 1, 'RuntimeError: The chief has failed: Boo'),
+        ('script', 3, 3, ''),
     ],
-    ids=['3', '0', 'a message'],
 )
-def test_system_exit_in_train(where, argument, status, last, make):
+def test_system_exit(where, argument, status, last, make):
     """Without sys.exit()."""
     two = make(chief=1, worker=1)
     chief, worker = two.start('chief', exits_in=where, status=argument), two.start('worker')

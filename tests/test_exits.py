@@ -1,7 +1,7 @@
 """How this process ends."""
 
+import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -28,13 +28,34 @@ def test_an_error_without_a_message():
     assert exits.error_text(KeyboardInterrupt()) == 'KeyboardInterrupt'
 
 
-def test_exits_are_noted(monkeypatch):
-    monkeypatch.setattr(sys, 'exit', sys.exit)
-    noted = exits.NotedExit()
-    noted.install()
-    with pytest.raises(SystemExit, match='3'):
-        sys.exit(3)
-    assert noted.argument == 3
-    with ThreadPoolExecutor() as pool, pytest.raises(SystemExit, match='4'):
-        pool.submit(sys.exit, 4).result()
-    assert noted.argument == 3
+@pytest.mark.parametrize(
+    'end, argument',
+    [
+        ('pass', None),
+        ('sys.exit(3)', 3),
+        ('sys.exit("Boo")', 'Boo'),
+        ('raise SystemExit(3)', 3),
+        ('raise SystemExit', None),
+        ('exit(-1)', -1),
+        ('try: sys.exit(3)\nexcept SystemExit as error: assert error.code == 3', None),
+        ('try: sys.exit(3)\nexcept SystemExit as error: error.code = 4; raise', 4),
+        ('class Exit(SystemExit): pass\nraise Exit(3)', 3),
+        (
+            'thread = threading.Thread(target=sys.exit, args=[3])\nthread.start()\nthread.join()',
+            None,
+        ),
+        ('1 / 0', None),
+    ],
+)
+def test_exits_are_noted(end, argument, tmp_path):
+    """By a process that ends in this way, and whose exit status is the noted one."""
+    script = tmp_path / 'script.py'
+    script.write_text(
+        'import atexit, runpy, sys, threading\n'
+        f'noted = runpy.run_path({exits.__file__!r})["NotedExit"]()\n'
+        'noted.install()\n'
+        f'atexit.register(lambda: print([noted.argument]))\n{end}\n'
+    )
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False)
+    assert done.stdout.decode() == f'{[argument]}\n'
+    assert done.returncode == (1 if end == '1 / 0' else exits.error_and_status(argument)[1])

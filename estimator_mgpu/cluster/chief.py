@@ -81,7 +81,7 @@ class Chief:
         self.leadership.begin_training(self._model_dir)
 
         lost = lost_sessions(self._restarts.lost)
-        with self._noted_exit.noting(), self._watches() as watch, lost:
+        with self._watches() as watch, lost:
             machines = self.devices()
             vars(config).update(machines=machines, _master=self.task.server.target)
             self.task.busy = True
@@ -270,7 +270,7 @@ class Chief:
         self._sigterm.listen()
 
     def _tell_ending(self) -> None:
-        """Tells the other tasks how this process ends: by an error, SIGTERM, or `sys.exit`."""
+        """Tells the other tasks how this process ends: by an error, SIGTERM, or SystemExit."""
         self._sigterm.main_thread_ends = True
         self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
         uncaught = getattr(sys, 'last_value', None)

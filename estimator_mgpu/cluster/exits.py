@@ -1,56 +1,53 @@
 """How this process ends, for a function that `atexit` calls: Python doesn't tell it that.
 
-`sys.exit()` raises SystemExit, of which nothing is left by then. So `NotedExit` notes its argument,
-and that of a SystemExit that passes through our own calls.
+`sys.exit()` raises SystemExit. If nobody catches it, the interpreter reads its `code`, and nothing
+of it is left by the time that `atexit` calls functions. So `NotedExit` notes what is read there.
 """
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import functools
+import gc
 import signal
 import sys
-import threading
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 SIGTERM_STATUS = 128 + signal.SIGTERM  # the exit status of a process that SIGTERM has ended
 
 
 class NotedExit:
-    """Notes what the main thread ends with.
+    """Notes what the program ends with.
 
     Attributes:
-      argument: that of `sys.exit()`, or of SystemExit; None if neither was seen.
+      argument: that of `sys.exit()`, or of a SystemExit that was raised; None if the program ends
+        without one, or by another error.
     """
 
     def __init__(self) -> None:
         self.argument: Any = None
 
     def install(self) -> None:
-        """Replaces `sys.exit` by a function that notes its argument, and then does the same."""
-        original_exit = sys.exit
+        """Replaces `SystemExit.code`, and `sys.exit`, by ones that do the same for the program."""
+        original_code = vars(SystemExit)['code']
 
-        @functools.wraps(original_exit)
-        def noting_exit(status: Any = None) -> NoReturn:
-            self._note(status)
-            original_exit(status)
+        def read_code(error: SystemExit) -> Any:
+            argument = original_code.__get__(error)
+            if sys._getframe().f_back is None:  # Not Python code reads it, but the interpreter.
+                self.argument = argument
+            return argument
 
-        sys.exit = noting_exit
+        # The class itself is read-only, and its attributes are cached.
+        (attributes,) = gc.get_referents(vars(SystemExit))
+        attributes['code'] = property(read_code, original_code.__set__, original_code.__delete__)
+        ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
-    @contextlib.contextmanager
-    def noting(self) -> Iterator[None]:
-        """A context that notes the argument of a SystemExit which leaves it."""
-        try:
-            yield
-        except SystemExit as error:
-            self._note(error.code)
-            raise
+        # Up to Python 3.11, the original one ends a program without making a SystemExit.
+        @functools.wraps(sys.exit)
+        def exit_by_system_exit(status: Any = None) -> NoReturn:
+            raise SystemExit(status)
 
-    def _note(self, argument: Any) -> None:
-        # In another thread it ends only that thread.
-        if threading.current_thread() is threading.main_thread():
-            self.argument = argument
+        sys.exit = exit_by_system_exit
 
 
 def error_text(error: BaseException) -> str:
@@ -64,7 +61,7 @@ def error_text(error: BaseException) -> str:
 
 
 def error_and_status(argument: Any) -> tuple[str | None, int]:
-    """Returns the error, as text, and the status of a process that calls `sys.exit(argument)`."""
+    """Returns the error, as text, and the status of a process that ends by `sys.exit(argument)`."""
     if argument is None:
         return None, 0
     if isinstance(argument, int):
