@@ -11,7 +11,8 @@ from tensorflow.python.framework import op_def_registry
 
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.partition.plan import LOCAL
-from estimator_mgpu.partition.rules import RULES
+from estimator_mgpu.partition.propagation.engine import CALL_RULES
+from estimator_mgpu.partition.rules import RULES, has_rule
 from estimator_mgpu.partition.rules.notation import NotSharded, parse, signature_of
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
@@ -648,6 +649,10 @@ def checked(name, sampled):
         batch = Batch()
         sampled(batch)
     return check_rule(lambda *given: sampled(Batch(given)), *batch.rows, types=[name])
+
+
+def test_control_flow_has_rules():
+    assert [op_type for op_type in CALL_RULES if not has_rule(op_type)] == []
 
 
 def test_a_mean_of_integers():
