@@ -310,3 +310,29 @@ def test_functions_called_in_loops(around, behavior):
         return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
 
     towers.compare(model_fn, [(ROWS, ROWS)] * 2, 3)
+
+
+def test_a_gradient_that_fails():
+    """By then, the graph of the loop's body has more arguments than the loop gives it.
+
+    With TensorFlow 1's control flow, one device can't build a graph after that either.
+    """
+
+    @tf.custom_gradient
+    def without_gradient(x):
+        def gradient(_):
+            raise LookupError
+
+        return tf.identity(x), gradient
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [3, 3])
+        net = tf.matmul(features, w)
+        steps = loop(lambda net: [tf.tanh(without_gradient(tf.tanh(net)))], net)
+        with pytest.raises(LookupError):
+            tf.gradients(steps, w)
+        loss = tf.reduce_mean(net * tf.stop_gradient(steps))
+        train_op = tf.train.GradientDescentOptimizer(0.5).minimize(loss, tf.train.get_global_step())
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    towers.compare(model_fn, [(ROWS, ROWS)] * 2, 3)

@@ -49,13 +49,18 @@ def set_functions(op: tf.Operation, names: Sequence[str]) -> None:
 def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """Returns the graphs of the functions that an op calls; [] if one is missing.
 
-    A function of which TensorFlow has only a definition has none: see `read_functions`.
+    A function of which TensorFlow has only a definition has none: see `read_functions`. Nor has one
+    whose graph got more arguments since: those of a gradient that failed, and that isn't used.
     """
     graphs = []
     for called in called_functions(op.node_def):
-        function = private.get_function(op.graph, called.name)
-        graphs.append(getattr(function, 'graph', None))
-    return [] if None in graphs else graphs
+        graph = getattr(private.get_function(op.graph, called.name), 'graph', None)
+        if graph is None:
+            return []
+        if len(graph.inputs) != len(definition_of(op.graph, called.name).signature.input_arg):
+            return []
+        graphs.append(graph)
+    return graphs
 
 
 def function_definition(graph: tf.Graph, name: str) -> tuple[Any, Any]:
