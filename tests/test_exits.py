@@ -24,6 +24,7 @@ def test_an_error_without_a_message():
             raise ValueError
 
     assert exits.error_text(Silent()) == 'Silent: it has no message, as its str() fails'
+    assert exits.error_and_status(Silent()) == ('it has no message, as its str() fails', 1)
     assert exits.error_text(KeyError('a')) == "KeyError: 'a'"
     assert exits.error_text(KeyboardInterrupt()) == 'KeyboardInterrupt'
 
@@ -45,6 +46,7 @@ def test_an_error_without_a_message():
             None,
         ),
         ('1 / 0', None),
+        ('sys.excepthook = lambda *_: sys.exit(5)\n1 / 0', 5),
     ],
 )
 def test_exits_are_noted(end, argument, tmp_path):
@@ -54,8 +56,25 @@ def test_exits_are_noted(end, argument, tmp_path):
         'import atexit, runpy, sys, threading\n'
         f'noted = runpy.run_path({exits.__file__!r})["NotedExit"]()\n'
         'noted.install()\n'
-        f'atexit.register(lambda: print([noted.argument]))\n{end}\n'
+        f'atexit.register(lambda: print([noted.argument], noted.was_seen))\n{end}\n'
     )
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False)
-    assert done.stdout.decode() == f'{[argument]}\n'
+    was_seen = argument is not None or end == 'raise SystemExit'
+    assert done.stdout.decode() == f'{[argument]} {was_seen}\n'
     assert done.returncode == (1 if end == '1 / 0' else exits.error_and_status(argument)[1])
+
+
+def test_a_sys_exit_of_the_program(tmp_path):
+    """One that was there before is still called, and gets the same arguments."""
+    script = tmp_path / 'script.py'
+    script.write_text(
+        'import runpy, sys\n'
+        'def own_exit(*args, original=sys.exit):\n'
+        '    print(args)\n'
+        '    original(args[0] + 1)\n'
+        'sys.exit = own_exit\n'
+        f'runpy.run_path({exits.__file__!r})["NotedExit"]().install()\n'
+        'sys.exit(2)\n'
+    )
+    done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False)
+    assert (done.stdout.decode(), done.returncode) == ('(2,)\n', 3)

@@ -270,16 +270,13 @@ class Chief:
         self._sigterm.listen()
 
     def _tell_ending(self) -> None:
-        """Tells the other tasks how this process ends: by an error, SIGTERM, or SystemExit."""
+        """Tells the other tasks how this process ends: by an error, or SystemExit."""
         self._sigterm.main_thread_ends = True
         self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
         uncaught = getattr(sys, 'last_value', None)
-        if uncaught is not None:
+        error, status = error_and_status(self._noted_exit.argument)
+        if uncaught is not None and not self._noted_exit.was_seen:
             error, status = error_text(uncaught), 1
-        elif self.task.sigterm_at is not None:
-            error, status = None, SIGTERM_STATUS
-        else:
-            error, status = error_and_status(self._noted_exit.argument)
 
         try:
             self.leadership.tell_ending(error, status)

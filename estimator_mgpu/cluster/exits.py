@@ -17,24 +17,25 @@ SIGTERM_STATUS = 128 + signal.SIGTERM  # the exit status of a process that SIGTE
 
 
 class NotedExit:
-    """Notes what the program ends with.
+    """Notes the SystemExit that ends the program.
 
     Attributes:
-      argument: that of `sys.exit()`, or of a SystemExit that was raised; None if the program ends
-        without one, or by another error.
+      was_seen: whether there is one.
+      argument: its argument, or that of `sys.exit()`.
     """
 
     def __init__(self) -> None:
+        self.was_seen = False
         self.argument: Any = None
 
     def install(self) -> None:
-        """Replaces `SystemExit.code`, and `sys.exit`, by ones that do the same for the program."""
+        """Replaces `SystemExit.code` and `sys.exit`; the program doesn't notice it."""
         original_code = vars(SystemExit)['code']
 
         def read_code(error: SystemExit) -> Any:
             argument = original_code.__get__(error)
             if sys._getframe().f_back is None:  # Not Python code reads it, but the interpreter.
-                self.argument = argument
+                self.was_seen, self.argument = True, argument
             return argument
 
         # The class itself is read-only, and its attributes are cached.
@@ -42,20 +43,21 @@ class NotedExit:
         attributes['code'] = property(read_code, original_code.__set__, original_code.__delete__)
         ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))
 
-        # Up to Python 3.11, the original one ends a program without making a SystemExit.
-        @functools.wraps(sys.exit)
-        def exit_by_system_exit(status: Any = None) -> NoReturn:
-            raise SystemExit(status)
+        original_exit = sys.exit
+
+        @functools.wraps(original_exit)
+        def exit_by_system_exit(*args: Any) -> NoReturn:
+            try:
+                original_exit(*args)
+            except SystemExit:  # Up to Python 3.11, it's made only if it's caught.
+                raise
 
         sys.exit = exit_by_system_exit
 
 
 def error_text(error: BaseException) -> str:
     """Returns an error's class and message."""
-    try:
-        message = str(error)
-    except Exception:
-        message = 'it has no message, as its str() fails'
+    message = _text(error)
     name = type(error).__name__
     return f'{name}: {message}' if message else name
 
@@ -66,4 +68,12 @@ def error_and_status(argument: Any) -> tuple[str | None, int]:
         return None, 0
     if isinstance(argument, int):
         return None, argument & 0xFF  # The system keeps only these bits.
-    return str(argument), 1
+    return _text(argument), 1
+
+
+def _text(value: Any) -> str:
+    """Returns `str(value)`, or why there is none: the process ends in any case."""
+    try:
+        return str(value)
+    except BaseException:
+        return 'it has no message, as its str() fails'
