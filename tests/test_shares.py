@@ -19,11 +19,12 @@ ON_GPUS = bool(tf.config.list_physical_devices('GPU'))  # Ops without a kernel a
 LEGACY = [
     *('lstm', 'gru', 'fused_block_cell', 'scan', 'while_loop', 'branches', 'functions'),
     *('bidirectional_crf', 'viterbi', 'greedy_decoder', 'deepfm'),
-    *('train_steps_in_a_loop', 'anchors', 'mapped_images', 'memory_with_ages'),
 ]
 # Of those that do more on one device: each example is looked at once, or a memory is looked up.
 LARGEST_SHARES = {'examples_one_by_one': 0.6, 'memory_with_ages': 0.42}
-# Of batches of other sizes, down to fewer examples than devices.
+# Of batches of 16 examples only.
+ONE_SIZE = ['examples_one_by_one']
+# Of batches of other sizes, down to fewer examples than devices, in either behavior.
 OTHER_SIZES = {
     **dict.fromkeys(['anchors', 'crops', 'interleaved_batches', 'mapped_images'], (7, 2)),
     **dict.fromkeys(['memory_with_ages', 'mixup', 'train_steps_in_a_loop'], (7, 2)),
@@ -31,58 +32,78 @@ OTHER_SIZES = {
 }
 
 
-def found(name, devices, static, values=None, rows=shares_models.ROWS):
-    """What a step gives, with the variables after it; what these were; the busiest one's share.
+def first(size, examples):
+    """So many of the examples that are fed for one feature."""
+    if isinstance(examples, tf.SparseTensorValue):
+        kept = examples.indices[:, 0] < size
+        shape = [size, *examples.dense_shape[1:]]
+        return tf.SparseTensorValue(examples.indices[kept], examples.values[kept], shape)
+    if isinstance(examples, tf.ragged.RaggedTensorValue):
+        splits = examples.row_splits[: size + 1]
+        return tf.ragged.RaggedTensorValue(examples.values[: splits[-1]], splits)
+    return examples[:size]
 
-    0 `devices` are one. The share is that of heavy kernels. The batch has so many `rows`.
+
+def found(name, devices, static, sizes=(shares_models.ROWS,), values=None):
+    """What a step gives, with the variables after it, on a batch of each of these sizes.
+
+    Each step begins with the same values. 0 `devices` are one.
+
+    Returns:
+      What the steps give; the values; the busiest device's share of the first step's heavy kernels.
     """
     metadata = tf.RunMetadata()
     traced = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+    steps, shares = [], []
     with tf.Graph().as_default():
         tf.set_random_seed(3)
-        spec, feed = shares_models.spec_of(name, devices or 1, static)
-        if rows < shares_models.ROWS:
-            feed = {tensor: value[:rows] for tensor, value in feed.items()}
+        spec, batch = shares_models.spec_of(name, devices or 1, static)
         variables = {v.op.name: v for v in tf.global_variables()}
+        fetches = [spec.predictions] if spec.train_op is None else [spec.loss, spec.train_op]
         with towers.session(devices) as session:
-            before = towers.initialize(session, values or {})
-            fetches = [spec.predictions] if spec.train_op is None else [spec.loss, spec.train_op]
-            made = session.run(fetches, feed, traced, metadata)[0]
-            after = session.run(variables)
-    kernels = shares_models.heavy_kernels(metadata).values()
-    assert len(kernels) == max(devices, 1) or rows < shares_models.ROWS or ON_GPUS
-    return [made, after], before, max(kernels) / sum(kernels)
+            for size in sizes:
+                values = towers.initialize(session, values or {})
+                feed = {tensor: first(size, examples) for tensor, examples in batch.items()}
+                made = session.run(fetches, feed, traced, metadata)[0]
+                steps.append([made, session.run(variables)])
+                kernels = shares_models.heavy_kernels(metadata).values()
+                assert len(kernels) == max(devices, 1) or size < shares_models.ROWS or ON_GPUS
+                shares.append(max(kernels) / sum(kernels))
+    return steps, values, shares[0]
+
+
+def check(name, *ways):
+    """Compares with one device: in each way, which is a number of devices and `static`.
+
+    Batches have 16 examples. Where their size is dynamic, others have 14, which four devices can't
+    share evenly, or a model's own other sizes.
+    """
+    sizes = [shares_models.ROWS]
+    if name not in ONE_SIZE:
+        sizes += OTHER_SIZES.get(name, [14])
+    expected, values, _ = found(name, 0, False, sizes)
+    assert all(np.isfinite(value).all() for value in tf.nest.flatten(expected))
+    for devices, static in ways:
+        count = 1 if static else len(sizes)
+        ours, _, busiest = found(name, devices, static, sizes[:count], values)
+        towers.assert_close(ours, expected[:count], 1e-5)
+    assert 0.25 <= busiest <= LARGEST_SHARES.get(name, 0.35) or ON_GPUS
 
 
 @pytest.mark.parametrize('name', shares_models.MODELS)
 def test_as_on_one_device(name):
-    """With a batch whose size the graph knows, and with one whose size it doesn't know."""
-    expected, values, _ = found(name, 0, static=False)
-    assert all(np.isfinite(value).all() for value in tf.nest.flatten(expected))
-
-    for static, devices in [(True, 3), (False, 3), (False, 4)]:
-        ours, _, busiest = found(name, devices, static, values)
-        towers.assert_close(ours, expected, 1e-5)
-    assert 0.25 <= busiest <= LARGEST_SHARES.get(name, 0.35) or ON_GPUS
+    """With batches whose size the graph knows, and with batches whose size it doesn't know."""
+    if name in ONE_SIZE:
+        check(name, (3, True), (3, False), (4, False))
+    else:
+        check(name, (3, True), (4, False))
 
 
-@pytest.mark.parametrize('name', LEGACY)
+@pytest.mark.parametrize('name', [*LEGACY, *OTHER_SIZES])
 def test_as_on_one_device_below_disable_v2_behavior(name):
     """Loops and branches of TensorFlow 1, and reference variables."""
     with towers.behavior_of('v1'):
-        expected, values, _ = found(name, 0, static=False)
-        for devices in (3, 4):
-            ours, _, busiest = found(name, devices, False, values)
-            towers.assert_close(ours, expected, 1e-5)
-    assert 0.25 <= busiest <= LARGEST_SHARES.get(name, 0.35) or ON_GPUS
-
-
-@pytest.mark.parametrize('name', OTHER_SIZES)
-def test_batches_of_other_sizes(name, behavior):
-    for rows in OTHER_SIZES[name]:
-        expected, values, _ = found(name, 0, static=False, rows=rows)
-        ours, _, _ = found(name, 4, False, values, rows)
-        towers.assert_close(ours, expected, 1e-5)
+        check(name, (4, False))
 
 
 def test_the_table():

@@ -190,9 +190,10 @@ def _takes(constraints: Mapping[str, frozenset[Any]], node: Any) -> bool:
 
 def _entries(value: Any) -> Sequence[Any]:
     """The types or texts of an AttrValue, be it a list or not."""
-    entries = [*value.list.type, *value.list.s]
     kind = value.WhichOneof('value')
-    return entries if kind in (None, 'list') else [getattr(value, kind)]
+    if kind in (None, 'list'):
+        return [*value.list.type, *value.list.s]
+    return [getattr(value, kind)]
 
 
 def _attr(node: Any, name: str) -> Any:
