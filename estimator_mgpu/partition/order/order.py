@@ -114,6 +114,10 @@ class Order:
         """The variables that are read by whoever uses a tensor."""
         return self._behind.get(tensor.name, set())
 
+    def ops_with_effects(self) -> list[tf.Operation]:
+        """The ops with side effects."""
+        return list(self._ops_of(self.effects))
+
     def late_readers(self) -> list[tf.Operation]:
         """The ops that read variables late, as `accesses` says."""
         return list(self._ops_of(self.late_reads))
