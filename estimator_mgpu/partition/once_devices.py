@@ -149,9 +149,7 @@ def _is_like(device: str, other: str) -> bool:
     return device_spec(device).replace(**index) == device_spec(other).replace(**index)
 
 
-def _device_of_consumers(
-    tensor: tf.Tensor, devices: Mapping[tf.Operation, str]
-) -> str | None:
+def _device_of_consumers(tensor: tf.Tensor, devices: Mapping[tf.Operation, str]) -> str | None:
     """The device of a tensor's first consumer that has one."""
     placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op in devices]
     return devices[min(placed, key=private.creation_index)] if placed else None
