@@ -61,3 +61,15 @@ def test_no_op_is_searched_again():
             before = len(dead_ends)
             assert not graphs.path_to((), feature.op, dead_ends)
             assert before == 0 or len(dead_ends) == before + 1
+
+
+def test_ops_of_types_are_in_the_order_in_which_they_were_made():
+    """Those that were made since the last question, too."""
+    with tf.Graph().as_default() as graph:
+        first = tf.constant(1.0)
+        negative = tf.negative(first)
+        assert graphs.ops_of_types(graph, ['Const', 'Neg']) == [first.op, negative.op]
+        second = tf.constant(2.0)
+        tf.exp(second)
+        assert graphs.ops_of_types(graph, ['Neg', 'Const']) == [first.op, negative.op, second.op]
+        assert graphs.ops_of_types(graph, ['Enter']) == []

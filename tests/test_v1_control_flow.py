@@ -575,8 +575,7 @@ def test_a_branch_that_is_not_taken_draws_no_numbers():
 
 
 def loops_of(graph):
-    ops = graph.get_operations()
-    return find_loops(ops, Liveness(ops))
+    return find_loops(graph, unused=(), liveness=Liveness(graph.get_operations()))
 
 
 def test_what_a_loop_writes_comes_after_what_the_loop_waits_for():

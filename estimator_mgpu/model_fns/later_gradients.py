@@ -47,7 +47,7 @@ def refuse(graph: tf.Graph, begin: int) -> None:
     _extend_gradients()
     if not hasattr(graph, _CHANGED):
         setattr(graph, _CHANGED, [])
-    end = max(map(private.creation_index, graph.get_operations())) + 1
+    end = private.creation_index(graph.get_operations()[-1]) + 1
     getattr(graph, _CHANGED).append(_Changed(begin, end))
 
 

@@ -87,8 +87,7 @@ def _find_order(division: Division) -> None:
 
 def _plan(division: Division) -> None:
     """Decides which ops are sharded, and how."""
-    used = [op for op in division.graph.get_operations() if op.name not in division.unused]
-    division.loops = find_loops(used, division.order.liveness)
+    division.loops = find_loops(division.graph, division.unused, division.order.liveness)
     batch = division.batch
     division.plan = propagate(
         batch.sources,

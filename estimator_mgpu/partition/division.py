@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence, Set
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any, Union
 
@@ -16,7 +16,7 @@ from estimator_mgpu.partition.order.facts import Facts
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rules import HEAVY
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 Result = Union[tf.Tensor, tf.Operation]
@@ -59,8 +59,8 @@ class Division:
       order: in which the graph touches state.
       loops: the loops of TensorFlow 1.
       plan: which ops are sharded, and how.
-      full_value_devices: where full values are made: by the names of tensors that towers have, and
-        by the names of ops that run once, which give full values themselves.
+      full_value_devices: where full values are made of what towers have, by the tensors' names. One
+        that isn't in it may be made anywhere.
     """
 
     graph: tf.Graph
@@ -92,15 +92,16 @@ class Division:
         leaves = [self.batch.sources, self.batch.unsharded]
         return tf.nest.flatten(leaves, expand_composites=True)
 
-    def model_ops(self, types: Container[str] | None = None) -> list[tf.Operation]:
+    def model_ops(self, types: Iterable[str] | None = None) -> list[tf.Operation]:
         """The ops that may be changed: all but those that were there before the model_fn.
 
         Args:
           types: those of the ops that are looked for; None for all.
         """
-        ops = self.graph.get_operations()
-        if types is not None:
-            ops = [op for op in ops if op.type in types]
+        if types is None:
+            ops = self.graph.get_operations()
+        else:
+            ops = graphs.ops_of_types(self.graph, types)
         return [op for op in ops if op.name not in self.existing_ops]
 
     def replacements(self, tensor: tf.Tensor) -> list[tf.Tensor]:

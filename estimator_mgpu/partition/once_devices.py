@@ -34,14 +34,12 @@ def place_ops(division: Division) -> None:
 
     are placed there, and the partial sums of `gradient` are reduced there.
 
-    It leaves `division.full_value_devices`: the devices of ops, by the ops' names; and those on
-    which full values of sharded tensors are made, by the tensors' names. What isn't in it may be
-    anywhere.
+    It leaves `division.full_value_devices`.
     """
     graph = division.graph
     plan = division.plan
     liveness = Liveness(graph.get_operations())
-    device_of_name: dict[str, str] = {}
+    devices: dict[tf.Operation, str] = {}  # What isn't in here may be anywhere.
     movable: list[tf.Operation] = []
     colocated: set[tf.Operation] = set()  # of these
     for op in graph.get_operations():
@@ -56,63 +54,72 @@ def place_ops(division: Division) -> None:
             if '_class' in node.attr:
                 colocated.add(op)
         elif device:
-            device_of_name[op.name] = device
+            devices[op] = device
             if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
                 private.set_device(op, device)
 
     # Backwards, from a variable: what its update is computed from is placed where the update is.
     for op in reversed(movable):
         for output in op.outputs:
-            device = _device_of_consumers(output, device_of_name)
+            device = _device_of_consumers(output, devices)
             # A small result is rather sent.
             if device and bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
-                device_of_name.setdefault(op.name, device)
+                devices.setdefault(op, device)
     local = {name: graph.get_tensor_by_name(name) for name in plan.placements}
-    _place_full_values(local, device_of_name)
+    full_value_devices: dict[str, str] = {}
+    _place_full_values(local, full_value_devices, devices)
 
-    unplaced = [op for op in movable if op.name not in device_of_name]
-    _spread_draws(unplaced, division.devices, device_of_name)
+    unplaced = [op for op in movable if op not in devices]
+    _spread_draws(unplaced, division.devices, devices)
 
     # Forwards: what is left is placed where its largest input is.
     for op in movable:
-        if op.name not in device_of_name and len(op.inputs):
+        if op not in devices and len(op.inputs):
             largest = max(op.inputs, key=bytes_of)
-            device = device_of_name.get(largest.name) or device_of_name.get(largest.op.name)
+            device = full_value_devices.get(largest.name) or devices.get(largest.op)
             if device:
-                device_of_name[op.name] = device
+                devices[op] = device
 
     # Backwards again: ops of which no large input has a device are placed where they are used, as
     # those that prepare the ids for a lookup in a table.
     for op in reversed(movable):
         for output in op.outputs:
-            _follow_consumers(op.name, output, device_of_name)
-    _place_full_values(local, device_of_name)
+            device = None if op in devices else _device_of_consumers(output, devices)
+            if device:
+                devices[op] = device
+    _place_full_values(local, full_value_devices, devices)
 
     for op in movable:
-        if op.name in device_of_name:
-            device = device_of_name[op.name]
+        if op in devices:
+            device = devices[op]
             if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
                 device = kernels.device_for(op.node_def, device, graph)
-            device_of_name[op.name] = device
             if op in colocated:
                 private.clear_colocation(op)
             private.set_device(op, device)
-    division.full_value_devices = device_of_name
+    division.full_value_devices = full_value_devices
 
 
-def _place_full_values(tensors: Mapping[str, tf.Tensor], device_of_name: dict[str, str]) -> None:
+def _place_full_values(
+    tensors: Mapping[str, tf.Tensor],
+    full_value_devices: dict[str, str],
+    devices: Mapping[tf.Operation, str],
+) -> None:
     """Decides where full values of sharded tensors are made: where they are used.
 
     Args:
       tensors: those that towers make, by name.
-      device_of_name: as of `place_ops`.
+      full_value_devices: by name, the devices that were found, to which others are added.
+      devices: of ops.
     """
     for name, tensor in tensors.items():
-        _follow_consumers(name, tensor, device_of_name)
+        device = None if name in full_value_devices else _device_of_consumers(tensor, devices)
+        if device:
+            full_value_devices[name] = device
 
 
 def _spread_draws(
-    ops: Sequence[tf.Operation], devices: Sequence[str], device_of_name: dict[str, str]
+    ops: Sequence[tf.Operation], towers: Sequence[str], devices: dict[tf.Operation, str]
 ) -> None:
     """Gives each device its part of the random numbers that are drawn for the global batch.
 
@@ -125,15 +132,15 @@ def _spread_draws(
 
     Args:
       ops: those that may be anywhere.
-      devices: those of towers.
-      device_of_name: by the names of ops, their devices, to which those of draws are added.
+      towers: the devices of towers.
+      devices: of ops, to which those of draws are added.
     """
-    bytes_on = {device: 0 for device in devices if _is_like(device, devices[0])}
+    bytes_on = {device: 0 for device in towers if _is_like(device, towers[0])}
     for op in ops:
         if draws_numbers(op):
             emptiest = min(bytes_on, key=bytes_on.__getitem__)
             bytes_on[emptiest] += sum(map(bytes_of, op.outputs))
-            device_of_name[op.name] = emptiest
+            devices[op] = emptiest
 
 
 def _is_like(device: str, other: str) -> bool:
@@ -142,20 +149,10 @@ def _is_like(device: str, other: str) -> bool:
     return device_spec(device).replace(**index) == device_spec(other).replace(**index)
 
 
-def _follow_consumers(name: str, tensor: tf.Tensor, device_of_name: dict[str, str]) -> None:
-    """Gives a name, if it has no device yet, that of the tensor's first consumer that has one."""
-    if name not in device_of_name:
-        device = _device_of_consumers(tensor, device_of_name)
-        if device:
-            device_of_name[name] = device
-
-
-def _device_of_consumers(tensor: tf.Tensor, device_of_name: Mapping[str, str]) -> str | None:
+def _device_of_consumers(tensor: tf.Tensor, devices: Mapping[tf.Operation, str]) -> str | None:
     """The device of a tensor's first consumer that has one."""
-    placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op.name in device_of_name]
-    if not placed:
-        return None
-    return device_of_name[min(placed, key=private.creation_index).name]
+    placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op in devices]
+    return devices[min(placed, key=private.creation_index)] if placed else None
 
 
 def device_of(op: tf.Operation) -> str | None:

@@ -313,15 +313,16 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
     """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
     dims = sizes.dims(op.inputs[0])
     begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
-    masks = [op.get_attr(f'{name}_mask') for name in ('ellipsis', 'new_axis', 'shrink_axis')]
+    attrs = op.node_def.attr
+    masks = [attrs[f'{name}_mask'].i for name in ('ellipsis', 'new_axis', 'shrink_axis')]
     if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
         return None
     assert dims is not None
     try:
         # How many entries are left out before and behind.
-        before = 0 if op.get_attr('begin_mask') else begin[0].as_integer()
-        behind = 0 if op.get_attr('end_mask') else -end[0].as_integer()
-        takes_to_end = op.get_attr('end_mask') or behind > 0  # A negative end counts from the end.
+        before = 0 if attrs['begin_mask'].i else begin[0].as_integer()
+        behind = 0 if attrs['end_mask'].i else -end[0].as_integer()
+        takes_to_end = attrs['end_mask'].i or behind > 0  # A negative end counts from the end.
         left = dims[0] + Size(-before - behind)
     except UnknownSize:
         return None

@@ -68,7 +68,7 @@ def _variables_used_together() -> list[list[tf.Operation]]:
     """For each call that needs its variables on one device, these."""
     return [
         [tensor.op for tensor in op.inputs if tensor.op.type in op_types.STATE_HOLDERS]
-        for op in tf.get_default_graph().get_operations()
+        for op in graphs.ops_of_types(tf.get_default_graph(), op_types.FUNCTION_CALLERS)
         if function_calls.calls_compiled(op) or _returns_variables(op)
     ]
 
@@ -84,9 +84,8 @@ def _returns_variables(op: tf.Operation) -> bool:
 
 def _reference_variables_of_loops() -> set[tf.Operation]:
     """The variables that enter loops of TensorFlow 1 as references, not as values."""
-    operands = [
-        op.inputs[0] for op in tf.get_default_graph().get_operations() if op.type in op_types.ENTER
-    ]
+    enters = graphs.ops_of_types(tf.get_default_graph(), op_types.ENTER)
+    operands = [op.inputs[0] for op in enters]
     return {tensor.op for tensor in operands if graphs.is_reference_variable(tensor)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence, Set
 from graphlib import CycleError, TopologicalSorter
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from estimator_mgpu.tf_internals.private import (
     add_control_inputs,
     control_consumers,
     creation_index,
+    operations,
     remove_control_inputs,
     set_input,
 )
@@ -25,6 +27,24 @@ _RESOURCE = tf.resource.as_datatype_enum
 _FIRST_REFERENCE = tf.as_dtype('float32_ref').as_datatype_enum
 
 _NOTHING: Mapping[tf.Operation, Sequence[tf.Operation]] = MappingProxyType({})
+
+_OPS_BY_TYPE = '_estimator_mgpu_ops_by_type'  # An attribute of a graph.
+
+
+def ops_of_types(graph: tf.Graph, types: Iterable[str]) -> list[tf.Operation]:
+    """The ops of a graph that are of some types, in the order in which they were made.
+
+    Many steps look for a few types in a large graph. It takes TensorFlow long to tell the type of
+    an op, so each op is asked once: a graph only grows.
+    """
+    if not hasattr(graph, _OPS_BY_TYPE):
+        setattr(graph, _OPS_BY_TYPE, defaultdict(list))
+    by_type = getattr(graph, _OPS_BY_TYPE)
+    known = sum(map(len, by_type.values()))
+    for op in operations(graph)[known:]:
+        by_type[op.type].append(op)
+    found = [op for op_type in types for op in by_type.get(op_type, ())]
+    return sorted(found, key=creation_index)
 
 
 def set_control_inputs(op: tf.Operation, inputs: Sequence[tf.Operation]) -> None:
@@ -40,7 +60,7 @@ def consumers_of(op: tf.Operation) -> list[tf.Operation]:
 
 def direct_inputs(op: tf.Operation) -> list[tf.Operation]:
     """Returns the ops that an op directly waits for."""
-    return [*(t.op for t in op.inputs), *op.control_inputs]
+    return [t.op for t in op.inputs] + op.control_inputs
 
 
 def is_way_back(tensor: tf.Tensor) -> bool:
@@ -64,11 +84,10 @@ def ancestors(ops: Sequence[tf.Operation], by_control: bool = True) -> set[tf.Op
     stack = list(seen)
     while stack:
         op = stack.pop()
-        before = {operand.op for operand in op.inputs}
-        if by_control:
-            before.update(op.control_inputs)
-        stack += before - seen
-        seen |= before
+        for before in direct_inputs(op) if by_control else [t.op for t in op.inputs]:
+            if before not in seen:
+                seen.add(before)
+                stack.append(before)
     return seen
 
 
@@ -301,12 +320,8 @@ def _is_in_order(
     """Whether each op comes after those of its inputs that are among the ops."""
     not_seen = set(ops)
     for op in ops:
-        if op.type not in op_types.NEXT_ITERATION:
-            for operand in op.inputs:
-                if operand.op in not_seen:
-                    return False
-            if not not_seen.isdisjoint(op.control_inputs):
-                return False
+        if not not_seen.isdisjoint(direct_inputs(op)) and op.type not in op_types.NEXT_ITERATION:
+            return False
         if op in added and not not_seen.isdisjoint(added[op]):
             return False
         not_seen.remove(op)

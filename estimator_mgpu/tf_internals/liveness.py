@@ -66,6 +66,9 @@ class Liveness:
 
     Args:
       ops: those that are looked at: all of a graph, or with all that they depend on.
+
+    Attributes:
+      after_control_flow: the only ops that may be in a loop, or dead.
     """
 
     def __init__(self, ops: Sequence[tf.Operation]):
@@ -73,9 +76,10 @@ class Liveness:
         self._output_frames: dict[tf.Operation, Frame] = {}
         self._conditions: dict[tf.Operation, Condition] = {}
         self._entries: dict[Frame, list[tf.Operation]] = defaultdict(list)
-        # No other op is in a loop or may be dead.
-        after_control_flow = graphs.descendants([op for op in ops if op.type in _CONTROL_FLOW])
-        order = topological_order([op for op in ops if op in after_control_flow])
+        control_flow = graphs.ops_of_types(ops[0].graph, _CONTROL_FLOW) if ops else []
+        begins = set(control_flow).intersection(ops)
+        self.after_control_flow = graphs.descendants(list(begins)).intersection(ops)
+        order = topological_order([op for op in ops if op in self.after_control_flow])
         for op in order:
             self._add(op)
         # In that order, a `NextIteration` comes before what it depends on: so it's added again.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 
 
 class OpPath(NamedTuple):
@@ -72,8 +72,8 @@ def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:
       unused: names of its ops that don't run.
     """
     calls = defaultdict[str, list[_Call]](list)  # by the name of the function
-    for op in graph.get_operations():
-        if op.type in op_types.FUNCTION_CALLERS and op.name not in unused:
+    for op in graphs.ops_of_types(graph, op_types.FUNCTION_CALLERS):
+        if op.name not in unused:
             _note_calls(op, op.name, calls)
     for function, calls_of_function in calls.items():
         if len(calls_of_function) == 1:

@@ -42,10 +42,10 @@ def upstream_bits(
             of_controls = [upstream.get(before, 0) for before in op.control_inputs]
             if certain is not None:
                 waited_for = certain.waited_for(op, of_inputs, of_controls)
-            elif op.type in op_types.FED:
-                waited_for = 0
             else:
                 waited_for = union_of([*of_inputs, *of_controls])
+                if waited_for and op.type in op_types.FED:
+                    waited_for = 0
             found = union(waited_for, bits.get(op, 0))
             # What a v1 loop computes is known only now for its way back, which comes first. From
             # round to round, an op has the same bits or more, so this ends.

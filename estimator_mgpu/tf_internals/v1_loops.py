@@ -92,18 +92,19 @@ class LoopBody:
         return self.units
 
 
-def find_loops(ops: Sequence[tf.Operation], liveness: Liveness) -> list[V1Loop]:
+def find_loops(graph: tf.Graph, unused: Container[str], liveness: Liveness) -> list[V1Loop]:
     """The outermost loops of a graph.
 
     Args:
-      ops: all of the graph.
+      graph: the graph.
+      unused: names of ops that are left out.
       liveness: tells in which frame an op is.
     """
     members = defaultdict[Frame, list[tf.Operation]](list)
-    for op in ops:
+    for op in filter(liveness.is_in_loop, graph.get_operations()):
         begins = op.type in op_types.ENTER
         frame = liveness.output_frame(op) if begins else liveness.frame(op)
-        if frame:
+        if frame and op.name not in unused:
             members[frame].append(op)
 
     # The innermost first, as the loops around them contain them.

@@ -100,7 +100,7 @@ def find_packs(
         return {}
 
     ops_of_calls = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
-    before_first_values = _needed_by_first_writes(ops, calls, ops_of_calls, order)
+    before_first_values = _needed_by_first_writes(calls, ops_of_calls, order)
     needed = set().union(*ops_of_calls)
     effects = upstream_side_effects([op for op in ops if op in needed], op_types.PLACEHOLDERS)
 
@@ -133,7 +133,6 @@ def _is_small(tensor: tf.Tensor) -> bool:
 
 
 def _needed_by_first_writes(
-    ops: Sequence[tf.Operation],
     calls: Sequence[Sequence[tf.Tensor]],
     ops_of_calls: Sequence[set[tf.Operation]],
     order: Order,
@@ -149,8 +148,8 @@ def _needed_by_first_writes(
     after_gradients = set(dependents([g for call in calls for g in call], frozenset()))
 
     first_writes = []
-    for op in ops:
-        if order.has_effect(op) and op not in after_gradients:
+    for op in order.ops_with_effects():
+        if op not in after_gradients:
             written = {operand.op for operand in op.inputs if graphs.is_handle(operand)}
             if written & variables:
                 first_writes.append(op)
@@ -170,20 +169,21 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     If one does, and gives another partial sum, a pack of both would wait for itself.
     """
     dependent = set(plan.order)
-    sharded = [op for op in plan.order if op.name in plan.ops]
-    needed_by_towers = graphs.ancestors(
-        [before for op in sharded for before in graphs.direct_inputs(op)]
-    )
+    sharded = dict.fromkeys(op for op in plan.order if op.name in plan.ops)
+    dead_ends: set[tf.Operation] = set()
+
+    def is_needed_by_towers(op: tf.Operation) -> bool:
+        users = graphs.consumers_of(op)
+        return any(graphs.path_to(sharded, user, dead_ends) for user in users)
+
     for op in sharded:
         for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
             is_sent = tensor.op not in dependent and tensor.op.type != op_types.CONST
             if need == FULL and is_sent:
                 yield tensor, None
-        if op in needed_by_towers:
-            continue
         for tensor in op.outputs:
             placement = plan.placements.get(tensor.name)
             if not isinstance(placement, Partial) or isinstance(placement.rows, UniqueRows):
                 continue
-            if placement.reduce == 'sum':
+            if placement.reduce == 'sum' and not is_needed_by_towers(op):
                 yield tensor, placement.rows

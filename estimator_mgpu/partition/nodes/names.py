@@ -63,7 +63,7 @@ class Names:
 
 def unused_word(ops: Iterable[tf.Operation]) -> str:
     """A word that none of the ops has as its scope, or as a scope in its outermost one."""
-    used = {part for op in ops for part in op.name.split('/')[:2]}
+    used = {part for op in ops if _WORD in op.name for part in op.name.split('/')[:2]}
     word = _WORD
     count = 0
     while word in used:

@@ -201,7 +201,7 @@ class NodeBuilder:
         self, op: tf.Operation, device: str, control_inputs: Sequence[str] = ()
     ) -> str:
         """Adds a constant like one of the graph's."""
-        value = op.get_attr('value').SerializeToString()
+        value = op.node_def.attr['value'].tensor.SerializeToString()
         dtype = op.outputs[0].dtype.base_dtype
         return self.add('Const', control_inputs, device, dtype=dtype, value=value)
 

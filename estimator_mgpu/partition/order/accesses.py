@@ -105,7 +105,7 @@ def read_late(op: tf.Operation, behind: dict[str, set[tf.Operation]]) -> set[tf.
       op: one that may read.
       behind: what `read_by_users` gives.
     """
-    if all(operand.name not in behind for operand in op.inputs):  # as of most ops
+    if not behind or all(operand.name not in behind for operand in op.inputs):  # as of most ops
         return set()
     # A `Merge` passes on nothing of the branch that isn't taken.
     if not asks_for_value(op) or op.type in op_types.MERGE:

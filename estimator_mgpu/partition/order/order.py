@@ -62,7 +62,9 @@ class Order:
 
         order = topological_order(ops)
         self._behind = read_by_users(order)
-        self._not_waited_for = {op for op in ops if not self._can_be_waited_for(op)}
+        branches = graphs.ops_of_types(ops[0].graph, op_types.BRANCHES) if ops else []
+        candidates = self.liveness.after_control_flow.union(branches)
+        self._not_waited_for = {op for op in candidates if not self._can_be_waited_for(op)}
         users = {user for op in self._not_waited_for for user in graphs.consumers_of(op)}
         for op in order:
             self._classify(op, op in users and self._ends_control_flow(op))
@@ -111,6 +113,10 @@ class Order:
     def variables_behind(self, tensor: tf.Tensor) -> Set[tf.Operation]:
         """The variables that are read by whoever uses a tensor."""
         return self._behind.get(tensor.name, set())
+
+    def ops_with_effects(self) -> list[tf.Operation]:
+        """The ops with side effects."""
+        return list(self._ops_of(self.effects))
 
     def late_readers(self) -> list[tf.Operation]:
         """The ops that read variables late, as `accesses` says."""

@@ -130,14 +130,15 @@ def _keeps_order(decision: Decision) -> bool:
 
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    op_type = op.type
     has_counted = any(isinstance(placement, CountedByTower) for placement in placements)
-    if op.type in OF_PLACEMENTS or has_counted:
+    if op_type in OF_PLACEMENTS or has_counted:
         decision = None
         if not scope.in_function:  # Functions have sizes of their own, the same for each call.
             decision = selections.decide(op, placements, scope.sizes) or entries.decide(
                 op, placements, scope.sizes
             )
-        if decision is not None or op.type in OF_PLACEMENTS:
+        if decision is not None or op_type in OF_PLACEMENTS:
             return decision
     counted = placements
     # Ops without a rule for positions are given them in full.
@@ -147,10 +148,10 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
     ]
 
     has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
-    if op.type in scope.rules.of_calls:
-        rule = scope.rules.of_calls[op.type]
+    if op_type in scope.rules.of_calls:
+        rule = scope.rules.of_calls[op_type]
         decision = rule(scope, op, _of_batch(placements, scope.batch))
-    elif op.type.startswith(op_types.HANDLE_PREFIXES):
+    elif op_type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
         decision = handles.decide(
             op,
@@ -160,7 +161,7 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             scope.in_function,
             scope.assumes,
         )
-    elif op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
+    elif op_type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(
             op, _of_batch(placements, scope.batch), scope.batch, scope.sizes, scope.in_function
         )

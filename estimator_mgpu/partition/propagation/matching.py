@@ -43,6 +43,7 @@ from estimator_mgpu.partition.sizes import (
     Size,
     UniqueRows,
     full_size,
+    known,
     per_row,
 )
 from estimator_mgpu.tf_internals import op_types
@@ -376,10 +377,10 @@ class Match:
         """One output's dimensions: the rule's rows, numbers of the graph, or other sizes."""
         if output.shape.rank is None and by_rule is None and not labels:
             return None
-        by_graph = self._sizes.static_dims(output, len(labels))
-        inferred = self._sizes.dims(output) or by_graph
+        inferred = self._sizes.dims(output) or self._sizes.static_dims(output, len(labels))
+        by_graph = [None] * len(labels) if output.shape.rank is None else output.shape.as_list()
         dims: list[Size] = []
-        for label, graph_size, inferred_size, rule_size in zip(
+        for label, number, inferred_size, rule_size in zip(
             labels, by_graph, inferred, by_rule or itertools.repeat(None)
         ):
             if way is not None and label == way.label:
@@ -387,10 +388,10 @@ class Match:
                 if factor is None:
                     return None
                 dims.append(factor * full_size(way.rows))
-            elif graph_size.symbols or (rule_size and rule_size.rows):
+            elif number is None or (rule_size and rule_size.rows):
                 dims.append(rule_size or self._size_of(label) or inferred_size)
             else:
-                dims.append(graph_size)
+                dims.append(known(number))
         return dims
 
     def _size_of(self, label: Label) -> Size | None:

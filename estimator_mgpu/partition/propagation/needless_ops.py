@@ -38,7 +38,6 @@ def bypass_needless_ops(division: Division) -> None:
     """
     if not division.bypasses_needless_ops:
         return
-    graph = division.graph
     plan = division.plan
     order = division.order
     named_by_needs = {
@@ -50,15 +49,16 @@ def bypass_needless_ops(division: Division) -> None:
     redirections = graphs.Redirections()
     replaced: dict[str, tf.Tensor] = {}
     bypassed: set[str] = set()
-    for name in plan.ops:
-        op = graph.get_operation_by_name(name)
+    for op in graphs.ops_of_types(division.graph, (*op_types.REDUCTIONS, op_types.RESHAPE)):
+        if op.name not in plan.ops:
+            continue
         source = _source_to_use_instead(op, plan, redirections)
         if source is not None and _may_be_bypassed(op, order, named_by_needs):
             [output] = op.outputs
             redirections.add(output, source)
             redirections.add_wait(op, source.op)
             replaced[output.name] = source
-            bypassed.add(name)
+            bypassed.add(op.name)
     redirections.make()
 
     ops = {name: op_plan for name, op_plan in plan.ops.items() if name not in bypassed}
@@ -88,15 +88,12 @@ def _source_to_use_instead(
     """What users can use in place of a needless op; None if it's needed.
 
     Args:
-      op: a sharded one.
+      op: a sharded reduction or reshape.
       plan: its plan.
       redirections: what is going to be used in place of inputs of ops.
     """
     needs = plan.ops[op.name].needs
-    if op.type in op_types.REDUCTIONS:
-        if needs[1] != Constant(()):
-            return None
-    elif op.type != op_types.RESHAPE:
+    if op.type in op_types.REDUCTIONS and needs[1] != Constant(()):
         return None
     if needs[0] != LOCAL:
         return None

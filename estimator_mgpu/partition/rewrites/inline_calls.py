@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.rewrites.function_ops import add_ops, after, take_place_of
 from estimator_mgpu.partition.rewrites.function_waits import add_waits
-from estimator_mgpu.tf_internals import function_calls, op_types, tracebacks
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
@@ -29,8 +29,8 @@ def inline_calls(division: Division) -> None:
     while True:  # Functions may call others, which come next; but none calls itself.
         calls = [
             op
-            for op in graph.get_operations()
-            if op.type in op_types.PARTITIONED_CALLS and op.name not in visited
+            for op in graphs.ops_of_types(graph, op_types.PARTITIONED_CALLS)
+            if op.name not in visited
         ]
         if not calls:
             return

@@ -27,7 +27,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 
 
 def read_functions(division: Division) -> None:
@@ -42,8 +42,8 @@ def read_functions(division: Division) -> None:
 def _visit(graph: tf.Graph, existing_ops: Set[str], visited: set[tf.Graph]) -> None:
     """As `read_functions`, for a graph or that of a function, but for functions visited before."""
     visited.add(graph)
-    for op in graph.get_operations():
-        if op.type not in op_types.FUNCTION_CALLERS or op.name in existing_ops:
+    for op in graphs.ops_of_types(graph, op_types.FUNCTION_CALLERS):
+        if op.name in existing_ops:
             continue
         functions = function_calls.function_graphs(op) or _read_all(op)
         for function in functions:

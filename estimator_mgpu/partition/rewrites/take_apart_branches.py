@@ -114,7 +114,8 @@ class _Rewrite:
 
     def _next_branches(self) -> list[tf.Operation]:
         """The ops that depend on the batch, choose a branch and can be taken apart."""
-        branches = [op for op in self._division.graph.get_operations() if self._can_take_apart(op)]
+        candidates = graphs.ops_of_types(self._division.graph, op_types.BRANCHES)
+        branches = list(filter(self._can_take_apart, candidates))
         if not branches:
             return []
         of_batch = set(graphs.dependents(self._division.inputs, self._division.existing_ops))

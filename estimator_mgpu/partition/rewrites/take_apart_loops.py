@@ -45,7 +45,7 @@ def take_apart_loops(division: Division) -> None:
 
     The loops stay in the graph, for whoever fetches them.
     """
-    if not any(op.type in op_types.LOOPS for op in division.graph.get_operations()):
+    if not graphs.ops_of_types(division.graph, op_types.LOOPS):
         return
     of_batch = graphs.dependents(division.inputs, division.existing_ops)
     candidates = [op for op in of_batch if op.type in op_types.LOOPS]

@@ -85,8 +85,9 @@ def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
     begin = sizes.numbers(op.inputs[1])
     if sizes.rank(op.inputs[0]) != 2 or not begin:
         return None
+    attrs = op.node_def.attr
     masks = {
-        name: op.get_attr(f'{name}_mask')
+        name: attrs[f'{name}_mask'].i
         for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
     }
     takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]

@@ -213,7 +213,7 @@ def _collect_nodes(
     first = next(iter(plan.order), None)
     nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
     devices = [tower.device for tower in towers]
-    origins = Origins(division, ops, devices[0], nodes.host)
+    origins = Origins(division, devices[0], nodes.host)
     waits = Waits(ops, plan, division.order, origins)
     packs = find_packs(division, ops, origins.device_of_full)
     slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)

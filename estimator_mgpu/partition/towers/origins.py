@@ -16,7 +16,7 @@ from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
 from estimator_mgpu.partition.plan import Plan, RaggedRows
 from estimator_mgpu.partition.sizes import PickedIds
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
 
 
@@ -25,12 +25,11 @@ class Origins:
 
     Args:
       division: the graph, its plan, and where full values are made.
-      ops: the user's.
       first: the device of the first tower.
       host: that of its machine.
     """
 
-    def __init__(self, division: Division, ops: Sequence[tf.Operation], first: str, host: str):
+    def __init__(self, division: Division, first: str, host: str):
         plan = division.plan
         self._plan = plan
         self._full_value_devices = division.full_value_devices
@@ -47,13 +46,13 @@ class Origins:
         # for, or of a part of it, as the rest may be on another device.
         queries_of_local = [
             op
-            for op in ops
-            if op.type in op_types.SHAPE_QUERIES
-            and any(tensor.name in plan.placements for tensor in op.inputs)
+            for op in graphs.ops_of_types(division.graph, op_types.SHAPE_QUERIES)
+            if any(tensor.name in plan.placements for tensor in op.inputs)
             and not all(tensor.name in whole_sources for tensor in op.inputs)
         ]
         # Every user of every tensor asks, so the answers are found first: the tensors' names.
-        self._sizes_of_local = {*_sizes(queries_of_local, plan), *_shape_outputs(ops, plan)}
+        give_shapes = graphs.ops_of_types(division.graph, op_types.SHAPE_OUTPUTS)
+        self._sizes_of_local = {*_sizes(queries_of_local, plan), *_shape_outputs(give_shapes, plan)}
         sizes = self._sizes_of_local - plan.placements.keys()
         self._made_from_local = (sizes | _gatherable(plan)) - self.sources
 
@@ -107,9 +106,9 @@ def _sizes(queries: Sequence[tf.Operation], plan: Plan) -> Iterator[str]:
 
 
 def _shape_outputs(ops: Sequence[tf.Operation], plan: Plan) -> Iterator[str]:
-    """Names the shapes among the outputs of sharded ops that give sparse tensors."""
+    """Names the shapes among the outputs of ops that give sparse tensors, if they are sharded."""
     for op in ops:
-        if op.type in op_types.SHAPE_OUTPUTS and op.name in plan.ops:
+        if op.name in plan.ops:
             yield op.outputs[op_types.SHAPE_OUTPUTS[op.type]].name
 
 

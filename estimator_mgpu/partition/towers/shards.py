@@ -294,7 +294,7 @@ class Shards:
 
     def _cast(self, rows: Number, dtype: tf.DType) -> Number:
         """A number of rows in another type; it's an int32 scalar if the graph doesn't know it."""
-        if isinstance(rows, int):
+        if isinstance(rows, int) or dtype == tf.int32:
             return rows
         with self.nodes.for_many():
             return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)

@@ -58,10 +58,10 @@ class Waits:
         self._order = order
         self._origins = origins
         self._of_batch = set(plan.order)
+        sharded = [op for op in ops if op.name in plan.ops]
         self._sharded_bits = 0
-        for op in ops:
-            if op.name in plan.ops:
-                self._sharded_bits |= order.bits(op)
+        for op in sharded:
+            self._sharded_bits |= order.bits(op)
         # Found once all ops were visited; the ops behind them are visited again.
         self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
@@ -74,7 +74,7 @@ class Waits:
         self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}  # where it waited before
         self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}  # further ones
 
-        self._needed_by_copies = self._find_needed_by_copies(ops)
+        self._needed_by_copies = self._find_needed_by_copies(sharded)
         # The others neither wait for anything now nor may have to.
         waiting = [op for op in ops if op.control_inputs or not order.follows_nothing(op)]
         self._visit_all(waiting)
@@ -293,15 +293,12 @@ class Waits:
                 queue += new
         return None
 
-    def _find_needed_by_copies(self, ops: Sequence[tf.Operation]) -> set[tf.Operation]:
-        """The user's ops without side effects that run once, and that copies need."""
+    def _find_needed_by_copies(self, sharded: Sequence[tf.Operation]) -> set[tf.Operation]:
+        """The user's ops without side effects that run once, and that copies of ops need."""
         needed: set[tf.Operation] = set()
         stack: list[tf.Operation] = []
-        for op in ops:
-            op_plan = self._plan.ops.get(op.name)
-            if op_plan is None:
-                continue
-            for tensor, need in zip(op.inputs, op_plan.needs):
+        for op in sharded:
+            for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
                 if not isinstance(need, (LocalShape, Constant, FullSizes)):
                     stack += self._user_ops_of([tensor])
         while stack:
