@@ -28,11 +28,16 @@ def entries_of(rows, seed=0, in_order=True):
 
 
 def batches_of(*sizes, **options):
-    """Batches of so many examples each, with sparse and with dense ids; -1 is none."""
+    """Batches of so many examples each, with sparse and with dense ids; -1 is none.
+
+    The sparse ones have weights with indices of their own, in the same order.
+    """
     made = []
     for seed, rows in enumerate(sizes):
         dense = np.random.RandomState(seed).randint(-1, IDS // 3, [rows, COLUMNS])
         features = {**entries_of(rows, seed, **options), 'dense': dense.astype(np.int64)}
+        features['indices of weights'] = features['indices']
+        features['weights'] = floats(len(features['ids']), seed=seed) + 1
         made.append((features, floats(rows, 1, seed=seed) + 2))
     return made
 
@@ -40,7 +45,8 @@ def batches_of(*sizes, **options):
 def to_sparse(features, labels):
     features['shape'].set_shape([2])
     sparse = tf.SparseTensor(features['indices'], features['ids'], features['shape'])
-    return {'sparse': sparse, 'dense': features['dense']}, labels
+    own = tf.SparseTensor(features['indices of weights'], features['weights'], sparse.dense_shape)
+    return {'sparse': sparse, 'weights': own, 'dense': features['dense']}, labels
 
 
 def network(x):
@@ -553,3 +559,173 @@ def test_values_of_one_device(towers, in_order):
     one = evaluate(model_fn, batches, 0, values=values, **options)
     ours = evaluate(model_fn, batches, towers, values=values, **options)
     assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+# Weights of ids that are a sparse tensor of their own.
+
+
+def lookup_with_own_weights(combiner='mean'):
+    """Weights are trained as well, so that gradients go through them."""
+
+    def lookup(features):
+        own = features['weights']
+        scale = tf.get_variable('scale', [], initializer=tf.ones_initializer())
+        scaled = tf.SparseTensor(own.indices, scale * own.values, own.dense_shape)
+        return tf.nn.safe_embedding_lookup_sparse(table(), features['sparse'], scaled, combiner)
+
+    return lookup
+
+
+@pytest.mark.parametrize('in_order', [True, False], ids=['in order', 'in any order'])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_own_weights(combiner, in_order, behavior):
+    model_fn = regression(lookup_with_own_weights(combiner), 'adagrad')
+    batches = batches_of(*ALL, in_order=in_order)
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    assert not types_run_once(ours.graph) & LOOKUPS
+
+
+def test_own_weights_in_another_order(behavior):
+    """Their indices don't count: a weight is that of the id at the same place."""
+    batches = batches_of(*ALL)
+    for features, _ in batches:
+        features['indices of weights'] = features['indices'][::-1]
+    model_fn = regression(lookup_with_own_weights(), 'adagrad')
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    assert not types_run_once(ours.graph) & LOOKUPS
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+def test_microbatches_of_own_weights(microbatches):
+    model_fn = regression(lookup_with_own_weights(), 'adagrad')
+    options = {'static': False, 'preprocess': to_sparse}
+    one = train(model_fn, batches_of(*ALL), 0, **options)
+    ours = train(
+        model_fn, batches_of(*ALL), 2, values=one.start, microbatches=microbatches, **options
+    )
+    assert_same(ours, one)
+
+
+@pytest.mark.parametrize('count', ['fewer', 'more', 'one', 'none'])
+def test_other_numbers_of_weights(count, behavior):
+    """It's an error on several devices, as on one."""
+    batches = batches_of(12)
+    features, _ = batches[0]
+    ids = len(features['ids'])
+    weights = {'fewer': ids - 1, 'more': ids + 1, 'one': 1, 'none': 0}[count]
+    features['weights'] = floats(weights) + 1
+    features['indices of weights'] = np.resize(features['indices'], [weights, 2])
+    model_fn = regression(lookup_with_own_weights())
+    options = {'static': False, 'preprocess': to_sparse}
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **options)
+    message = (
+        rf'same number of entries.*feature .+sparse.+, feature .+weights.+ \[{ids} {weights}\]'
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(model_fn, batches, 3, **options)
+
+
+def no_entries(features):
+    """Of a batch that has none."""
+    nothing = np.zeros([0, 2], np.int64)
+    more = {'indices': nothing, 'indices of weights': nothing}
+    return {**features, **more, 'ids': np.zeros(0, np.int64), 'weights': floats(0)}
+
+
+def test_own_weights_of_no_entries():
+    batches = [(no_entries(features), labels) for features, labels in batches_of(*ALL)]
+    batches += batches_of(6)
+    compare(regression(lookup_with_own_weights()), batches, 3, static=False, preprocess=to_sparse)
+
+
+def weights_by_themselves(features):
+    """They have indices of their own, and a use of their own."""
+    own, sparse = features['weights'], features['sparse']
+    filled, is_empty = tf.sparse.fill_empty_rows(own, 0.5)
+    kept = tf.sparse.retain(own, own.values > 1)
+    both = own.values * tf.cast(sparse.values, tf.float32)
+    return (
+        *(both, own.values, own.indices, filled.values, filled.indices, is_empty),
+        *(kept.values, kept.indices, tf.where(own.values > 1, both, own.values)),
+        tf.sparse.to_dense(tf.sparse.reorder(own)),
+        tf.sparse.sparse_dense_matmul(own, floats(COLUMNS, 2)),
+        tf.sparse.sparse_dense_matmul(sparse.with_values(both), floats(COLUMNS, 2)),
+        tf.sparse.sparse_dense_matmul(own.with_values(both), floats(COLUMNS, 2)),
+        tf.reduce_sum(own.values),
+        tf.cumsum(both),
+    )
+
+
+def test_weights_by_themselves(behavior):
+    def model_fn(features, labels, mode):
+        found = {f'part {i}': one for i, one in enumerate(weights_by_themselves(features))}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = batches_of(12, 7, 3, 1) + batches_of(12, 7, in_order=False)
+    for features, _ in batches:
+        order = np.random.RandomState(1).permutation(len(features['ids']))
+        features['indices of weights'] = features['indices'][order]
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    one, ours = [evaluate(model_fn, batches, towers, **options) for towers in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+def test_several_sparse_tensors_entry_by_entry(behavior):
+    """Each is used with the one before."""
+
+    def preprocess(features, labels):
+        made, labels = to_sparse(features, labels)
+        indices = tf.cast(tf.cast(features['indices'], tf.int32), tf.int64)  # the same numbers
+        shape = made['sparse'].dense_shape
+        made['third'] = tf.SparseTensor(indices, features['weights'] ** 2, shape)
+        made['fourth'] = tf.SparseTensor(indices, features['weights'] + 2, shape)
+        return made, labels
+
+    def model_fn(features, labels, mode):
+        second, third, fourth = [features[name].values for name in ('weights', 'third', 'fourth')]
+        both = third * fourth + second * third
+        values = both + tf.cast(features['sparse'].values, tf.float32)
+        weighted = features['sparse'].with_values(values)
+        rows = tf.sparse.sparse_dense_matmul(weighted, table()[:COLUMNS])
+        loss = tf.losses.mean_squared_error(labels, network(rows))
+        return spec_of(mode, loss, OPTIMIZERS['adagrad']().minimize(loss, step()))
+
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=preprocess)
+    assert not types_run_once(ours.graph) & {'Mul', 'AddV2', 'Add', 'SparseTensorDenseMatMul'}
+
+
+def test_two_values_of_an_entry_with_one_of_another(behavior):
+    """Of two sparse tensors, one of which has twice as many entries."""
+
+    def preprocess(features, labels):
+        made, labels = to_sparse(features, labels)
+        indices = tf.repeat(features['indices'], 2, axis=0)
+        values = tf.repeat(features['weights'], 2)
+        made['twice'] = tf.SparseTensor(indices, values, made['sparse'].dense_shape)
+        return made, labels
+
+    def model_fn(features, labels, mode):
+        values = features['weights'].values
+        pairs = tf.reshape(tf.stack([values, 1 - values], 1), [-1])
+        found = {'product': pairs * features['twice'].values}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
+    one, ours = [evaluate(model_fn, batches_of(*ALL), n, **options) for n in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+def test_same_indices(behavior):
+    """Of ids and weights: nobody has to check that they are as many."""
+
+    def preprocess(features, labels):
+        features, labels = to_sparse(features, labels)
+        features['weights'] = features['sparse'].with_values(features['weights'].values)
+        return features, labels
+
+    model_fn = regression(lookup_with_own_weights(), 'adagrad')
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=preprocess)
+    assert not types_run_once(ours.graph) & LOOKUPS
+    checks = [op for op in ours.graph.get_operations() if op.type == 'Assert']
+    assert not any(op.name.startswith('replicate/') for op in checks)

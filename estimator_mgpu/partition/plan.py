@@ -231,5 +231,7 @@ class Plan(NamedTuple):
     # What towers have of the indices and values of the batch's sparse tensors, and of the values of
     # its ragged ones, by name.
     entries: Mapping[str, SparseRows | RaggedRows] = {}
+    # The names of those values that towers have where the entries of another sparse tensor are.
+    joined: Set[str] = frozenset()
     # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
     in_loops: Mapping[str, Placement] = {}

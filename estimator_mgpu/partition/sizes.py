@@ -51,10 +51,9 @@ class SelectedRows(RowSpace):
 class Entries(SelectedRows):
     """The entries of a sparse tensor of the batch, in any order.
 
-    Each tower has those of its examples, in the same order.
+    Each tower has those of its examples, in the same order. They start with the indices, which say
+    in which row each entry is.
     """
-
-    indices: str = ''  # the name of the tensor that says in which row each entry is
 
     @property
     def is_ordered(self) -> bool:

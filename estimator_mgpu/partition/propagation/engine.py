@@ -89,7 +89,8 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    # Each pass but the last adds to `reduced` or `run_once`, which never lose anything: so it ends.
+    same_entries: dict[str, str] = {}
+    # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(
             batch,
@@ -97,6 +98,7 @@ def propagate(
             Sizes(),
             reduced=reduced,
             run_once=run_once,
+            same_entries=same_entries,
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
@@ -107,6 +109,8 @@ def propagate(
                 entries.update(_begin_entries(scope, tensor))
             if isinstance(tensor, tf.RaggedTensor):
                 entries.update(_begin_ragged(scope, tensor))
+        joined = _join_entries(scope, unsharded)
+        entries.update(joined)
 
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
@@ -118,6 +122,7 @@ def propagate(
                 rows=batch,
                 sources=sources,
                 entries=entries,
+                joined=joined.keys(),
                 order=[op for unit in order for op in _boundary(unit)],
                 ops=scope.ops,
                 placements=scope.placements,
@@ -187,17 +192,42 @@ def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRow
     indices, values = tensor.indices, tensor.values
     shape = scope.sizes.entries(tensor.dense_shape)
     columns = indices.shape.as_list()[1] if indices.shape.rank == 2 else None
-    is_given = any(part.name in scope.placements for part in (indices, values))
-    if not shape or columns != len(shape) or values.shape.rank != 1 or is_given:
+    if not shape or columns != len(shape) or values.shape.rank != 1:
         return {}
-    rows = Entries(values.name, None, scope.batch, indices=indices.name)
-    scope.placements[indices.name] = Positions(rows, (), scope.batch, ONE)
-    scope.placements[values.name] = Shard(0, rows)
-    count = full_size(rows)
-    scope.sizes.set_dims(indices, [count, Size(columns)])
-    scope.sizes.set_dims(values, [count])
+    rows = Entries(indices.name, None, scope.batch)
+    # Another sparse tensor may have the same indices.
+    positions = scope.placements.get(indices.name, Positions(rows, (), scope.batch, ONE))
+    if not isinstance(positions, Positions) or values.name in scope.placements:
+        return {}
+    scope.placements[indices.name] = positions
+    scope.placements[values.name] = positions.shard
+    scope.sizes.set_dims(indices, [positions.count, Size(columns)])
+    scope.sizes.set_dims(values, [positions.count])
     need = SparseRows(indices.name, scope.batch, ONE)
     return {indices.name: need, values.name: need}
+
+
+def _join_entries(
+    scope: Scope, unsharded: Sequence[tf.Tensor | tf.SparseTensor | tf.RaggedTensor]
+) -> dict[str, SparseRows]:
+    """Lets towers have values, such as weights, where the entries of another sparse tensor are.
+
+    Ops that use both one by one, by their places, have as many of both, or fail. The indices of the
+    values don't matter to them.
+
+    Returns:
+      By name, what towers take of such values.
+    """
+    joined: dict[str, SparseRows] = {}
+    for tensor in unsharded:
+        if isinstance(tensor, tf.SparseTensor) and tensor.indices.name in scope.same_entries:
+            name = scope.whose_entries(tensor.indices.name)
+            positions = scope.placements[name]
+            assert isinstance(positions, Positions)
+            scope.placements[tensor.values.name] = positions.shard
+            scope.sizes.set_dims(tensor.values, [positions.count])
+            joined[tensor.values.name] = SparseRows(name, scope.batch, ONE)
+    return joined
 
 
 def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows]:
@@ -287,6 +317,7 @@ class _Pass:
                 for placement in placements
             ]
 
+        joined_before = len(self.scope.same_entries)
         try:
             if rows_end and any(placement != REPLICATE for placement in placements):
                 raise NotSharded(f'{op.name} ends a branch in which the rows of its value begin')
@@ -296,6 +327,8 @@ class _Pass:
             self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
+        if len(self.scope.same_entries) > joined_before:
+            self.is_last = False
 
     def _begins_in_branch(self, rows: RowSpace | None) -> bool:
         """Whether a row space begins with a tensor in a branch of TensorFlow 1.

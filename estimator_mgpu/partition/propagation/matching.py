@@ -260,7 +260,20 @@ class Match:
         factor = self._sizes.per_row(tensor, axis, way.rows) or way.factor
         if placement == way.shard(axis, factor):
             return LOCAL
+        self._note_same_entries(tensor, axis, placement, way)
         return self._need_of_full(tensor, axis, way)
+
+    def _note_same_entries(
+        self, tensor: tf.Tensor, axis: int, placement: Placement, way: Way
+    ) -> None:
+        """Notes of an input if it has entries of another sparse tensor than the way's, one by one.
+
+        The op fails unless both have as many, or broadcasts one of them.
+        """
+        if not isinstance(placement, Shard) or placement.axis != axis:
+            return
+        if self._sizes.per_row(tensor, axis, placement.rows) == way.factor:
+            self._scope.note_same_entries(way.rows, placement.rows)
 
     def _need_of_entries(self, operand: EntriesOf, placement: Placement, way: Way) -> Need | None:
         """The form of a sparse tensor's indices or values."""

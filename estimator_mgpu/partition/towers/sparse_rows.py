@@ -77,6 +77,29 @@ def take(
     return nodes.add('GatherV2', [full, entries, axis], device, **types)
 
 
+def with_same_count(
+    values: tf.Tensor, indices: tf.Tensor, title_of_indices: str, title_of_values: str
+) -> tf.Tensor:
+    """The values, which fail unless there are as many as indices of another sparse tensor.
+
+    Args:
+      values: of a sparse tensor, a vector.
+      indices: of another one, with which the values are used entry by entry.
+      title_of_indices: what a message calls the tensor of the indices.
+      title_of_values: what it calls that of the values.
+    """
+    counts = tf.stack([tf.shape(indices)[0], tf.size(values)])
+    message = (
+        'two sparse tensors that are used entry by entry, as ids and their weights are, must have '
+        'the same number of entries: let the input_fn give one weight for each id, in the order of '
+        f'the ids. The numbers of entries of {title_of_indices}, {title_of_values} are'
+    )
+    same = tf.equal(counts[0], counts[1])
+    check = tf.raw_ops.Assert(condition=same, data=[message, counts], summarize=2)
+    with tf.control_dependencies([check]):
+        return tf.identity(values)
+
+
 def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str:
     """Where each of different numbers is, the smallest one first: an int32 vector."""
     negative = nodes.add('Neg', [numbers], device, T=dtype)

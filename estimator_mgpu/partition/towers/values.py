@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import parts_of
+from estimator_mgpu.batches.batch import parts_of, title
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
@@ -82,6 +82,7 @@ class Values:
         self.origins = origins
         self._graph = division.graph
         self._plan = plan
+        self._leaves = division.batch.leaves
         self._towers = towers
         self._nodes = nodes
         self._order = division.order
@@ -93,6 +94,8 @@ class Values:
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
+        # Values of sparse tensors that fail if they are too many, or too few, by their names.
+        self._sure_values: dict[str, str] = {}
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
@@ -183,7 +186,10 @@ class Values:
         positions = self._positions_of_entries(need, tower)
         device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
-        taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
+        full = self.full(tensor)
+        if isinstance(need, SparseRows) and tensor.name in self._plan.joined:
+            full = self._sure_of_entries(tensor, need.indices)
+        taken = sparse_rows.take(self._nodes, full, dtype, positions, device)
         if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
         shards = self.shards_of(need.rows)
@@ -191,6 +197,28 @@ class Values:
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
+
+    def _sure_of_entries(self, values: tf.Tensor, indices_name: str) -> str:
+        """Values that are used where other indices are, of which there have to be as many.
+
+        Ops that use both one by one would fail otherwise. But towers would leave out values that
+        are too many, and none of their ops would fail.
+        """
+        if values.name not in self._sure_values:
+            indices = self._graph.get_tensor_by_name(indices_name)
+            with self._nodes.at_once(self.origins.device_of_full(values), values.op):
+                self._sure_values[values.name] = sparse_rows.with_same_count(
+                    values, indices, *self._titles_of_entries(indices, values)
+                ).name
+        return self._sure_values[values.name]
+
+    def _titles_of_entries(self, *parts: tf.Tensor) -> list[str]:
+        """What messages call the sparse tensors of the batch that have these parts."""
+        titles = {}
+        for path, leaf in self._leaves.items():
+            if isinstance(leaf, tf.SparseTensor):
+                titles.update({leaf.indices.name: title(path), leaf.values.name: title(path)})
+        return [titles[part.name] for part in parts]
 
     def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """Which entries, or values, are a tower's: their positions among all, a vector."""
@@ -234,7 +262,7 @@ class Values:
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
         """Where a tower's rows are among all of a selection, if these may be in any order."""
         if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.indices], tower)
+            return self._positions_of_entries(self._plan.entries[rows.name], tower)
         host = self._nodes.host
         order = self._order_of_entries(rows, host)
         ranks = self._nodes.add('InvertPermutation', [order], host, T=tf.int32)
@@ -251,7 +279,7 @@ class Values:
     def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
         """The number of each of a tower's rows: in the batch, a row comes after smaller ones."""
         if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.indices], tower)
+            return self._positions_of_entries(self._plan.entries[rows.name], tower)
         assert rows.picked_from is not None
         numbers = self._numbers(rows.picked_from, tower)
         picked = self._graph.get_tensor_by_name(rows.name)
