@@ -499,7 +499,20 @@ def texts_of_entries(features):
     return parts.indices, parts.values, several, tf.repeat(ids, ids % 3), one_after_another
 
 
+def entries_in_two_parts(features):
+    """Some of them, before and after their positions, in whatever order entries are."""
+    values = features['sparse'].values
+    which = tf.cast(values % 4 // 2, tf.int32)
+    few = tf.dynamic_partition(values % 2, which, 2)
+    positions = tf.dynamic_partition(tf.range(size64(values)), which, 2)
+    parts = tf.dynamic_partition(features['sparse'].indices[:, 1], which, 2)
+    together = tf.dynamic_stitch([tf.cast(one, tf.int32) for one in positions], parts)
+    twice = tf.dynamic_partition(tf.repeat(values, 2), tf.repeat(which, 2), 2)
+    return few, positions, parts, together, twice
+
+
 HOSTILE = [
+    entries_in_two_parts,
     texts_of_entries,
     rows_of_two_widths,
     two_ids_of_an_entry,
@@ -550,6 +563,8 @@ def test_values_of_one_device(towers, in_order):
     def model_fn(features, labels, mode):
         found = {**parts(features), **gradients(features)}
         found.update(zip('abcde', texts_of_entries(features)))
+        in_parts = tf.nest.flatten(entries_in_two_parts(features))
+        found.update({f'in parts {i}': one for i, one in enumerate(in_parts)})
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
     batches = batches_of(*ALL, in_order=in_order)
