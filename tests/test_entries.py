@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import steps
 from models import floats, spec_of, step
 from towers import MODES, assert_close, assert_same, compare, evaluate, train, types_run_once
 
@@ -178,9 +179,28 @@ def test_entries_in_any_order(combiner):
     compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
 
 
+def lookup_without_filling(features):
+    """Ids are those of entries in any order, and none is added for an example without any."""
+    sparse = features['sparse']
+    unique, places = tf.unique(sparse.values)
+    rows = tf.gather(tf.nn.embedding_lookup(table(), unique), places)
+    count = tf.size(features['dense'][:, 0])
+    return tf.math.unsorted_segment_sum(rows, sparse.indices[:, 0], count)
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_different_ids_of_entries_in_any_order(optimizer, behavior):
+    batches = batches_of(*ALL, in_order=False)
+    model_fn = regression(lookup_without_filling, optimizer)
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not {'Unique', 'GatherV2', 'UnsortedSegmentSum'} & once.keys()
+
+
+@pytest.mark.parametrize('forward', [safe_lookup('mean'), lookup_without_filling])
 @pytest.mark.parametrize('microbatches', [2, 3])
-def test_microbatches(microbatches):
-    model_fn = regression(safe_lookup('mean'), 'adagrad')
+def test_microbatches(microbatches, forward):
+    model_fn = regression(forward, 'adagrad')
     options = {'static': False, 'preprocess': to_sparse}
     one = train(model_fn, batches_of(*ALL), 0, **options)
     ours = train(
@@ -511,7 +531,30 @@ def entries_in_two_parts(features):
     return few, positions, parts, together, twice
 
 
+def different_ids(features):
+    """Of entries that aren't filled up, in whatever order they are, and of what is left of them."""
+    found = []
+    sparse = features['sparse']
+    for entries in (sparse, tf.sparse.retain(sparse, sparse.values % 4 < 2)):
+        unique, places = tf.unique(entries.values)
+        looked_up = tf.gather(table_of_ids(), unique)
+        rows = tf.gather(looked_up, places)
+        count = tf.size(features['dense'][:, 0])
+        sums = tf.math.unsorted_segment_sum(rows, entries.indices[:, 0], count)
+        both = tf.gradients(tf.reduce_sum(sums**2), [looked_up, table_of_ids()])
+        found += [unique, places, unique // 3, looked_up, sums, tf.reduce_sum(looked_up), *both]
+        found += tf.dynamic_partition(unique, tf.cast(unique % 4 // 2, tf.int32), 2)
+        found.append(tf.unique(unique // 3)[0])
+    return found
+
+
+def table_of_ids():
+    with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
+        return table()
+
+
 HOSTILE = [
+    different_ids,
     entries_in_two_parts,
     texts_of_entries,
     rows_of_two_widths,
@@ -563,8 +606,9 @@ def test_values_of_one_device(towers, in_order):
     def model_fn(features, labels, mode):
         found = {**parts(features), **gradients(features)}
         found.update(zip('abcde', texts_of_entries(features)))
-        in_parts = tf.nest.flatten(entries_in_two_parts(features))
-        found.update({f'in parts {i}': one for i, one in enumerate(in_parts)})
+        more = [entries_in_two_parts(features), different_ids(features)]
+        more = tf.nest.flatten(more, expand_composites=True)
+        found.update({f'more {i}': one for i, one in enumerate(more)})
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
     batches = batches_of(*ALL, in_order=in_order)

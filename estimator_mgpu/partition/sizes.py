@@ -66,7 +66,8 @@ class UniqueRows(SelectedRows):
     """Different ids, such as those that are looked up in a table.
 
     Each tower has a set of its own ids, and several towers may have the same id. The union of their
-    sets is that of the global batch: its ids are in the order in which they come first.
+    sets is that of the global batch: its ids are in the order in which they come first. They are
+    `picked_from` entries if these are in any order.
     """
 
     is_sorted: bool = False  # whether they are in ascending order instead

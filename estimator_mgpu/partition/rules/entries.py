@@ -303,11 +303,12 @@ def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[S
 def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`Unique`: of the ids of entries, those that are different, and the place of each."""
     rows = rows_of(placements[0])
-    if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows) or not rows.is_ordered:
+    if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows):
         return None
     if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
         return None  # Each entry has one id.
-    ids = UniqueRows(op.outputs[0].name, None, rows.origin)
+    picked_from = None if rows.is_ordered else rows
+    ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
     dims = [[full_size(ids)], [full_size(rows)]]
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 

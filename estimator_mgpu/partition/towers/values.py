@@ -444,12 +444,38 @@ class Values:
         origin = self.shards_of(rows.origin)
         ids = self._graph.get_tensor_by_name(rows.name)
         ids_of_towers = [self.local(ids, tower) for tower in self._towers]
-        merged = unique_ids.merge(origin, ids_of_towers, ids.dtype, rows.is_sorted, device)
+        merged = unique_ids.merge(
+            origin, ids_of_towers, ids.dtype, rows.is_sorted, self._first_entries(rows, ids), device
+        )
         if tensor.name == rows.name:
             return {tensor.name: merged.ids}
         dtype = tensor.dtype.base_dtype
         combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
         return {tensor.name: combine(origin, merged, values, dtype, device)}
+
+    def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
+        """For each tower, with which entry of the batch each of its different ids comes first.
+
+        [] if entries are in the order of the rows: then those of a tower come before the next's.
+        """
+        if rows.picked_from is None:
+            return []
+        _, places = ids.op.outputs
+        firsts = []
+        for tower in self._towers:
+            types = {'T': ids.dtype, 'out_type': tf.int32}
+            count = self._nodes.add('Size', [self.local(ids, tower)], tower.device, **types)
+            firsts.append(
+                unique_ids.first_entries(
+                    self._nodes,
+                    self.local(places, tower),
+                    places.dtype,
+                    self._numbers(rows.picked_from, tower),
+                    count,
+                    tower.device,
+                )
+            )
+        return firsts
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.
