@@ -788,3 +788,111 @@ def test_same_indices(behavior):
     assert not types_run_once(ours.graph) & LOOKUPS
     checks = [op for op in ours.graph.get_operations() if op.type == 'Assert']
     assert not any(op.name.startswith('replicate/') for op in checks)
+
+
+# Lookups that give no row for the last examples of a batch if these have no ids.
+
+
+def entry_in_last_row(batches):
+    """Batches whose last example has an id."""
+    for features, _ in batches:
+        features['indices'] = np.concatenate([features['indices'], features['shape'][None] - 1])
+        features['indices of weights'] = features['indices']
+        features['ids'] = np.append(features['ids'], 8)
+        features['weights'] = np.append(features['weights'], np.float32(3))
+    return batches
+
+
+def entries_to_the_middle(batches):
+    """Batches in which no example has an id but in the first half, if any has."""
+    for features, _ in batches:
+        keep = features['indices'][:, 0] < len(features['dense']) // 2
+        for name in ('indices', 'indices of weights', 'ids', 'weights'):
+            features[name] = features[name][keep]
+    return batches
+
+
+def plain_lookup(combiner='mean', weights=False):
+    def lookup(features):
+        own = features['weights']
+        scale = tf.get_variable('scale', [], initializer=tf.ones_initializer())
+        scaled = tf.SparseTensor(own.indices, scale * own.values, own.dense_shape)
+        return tf.nn.embedding_lookup_sparse(
+            table(), features['sparse'], scaled if weights else None, combiner=combiner
+        )
+
+    return lookup
+
+
+@pytest.mark.parametrize('optimizer', ['sgd', 'adagrad'])
+@pytest.mark.parametrize('weights', [False, True])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_plain_lookup(combiner, weights, optimizer, behavior):
+    """Beside labels, of which there are as many as examples."""
+    model_fn = regression(plain_lookup(combiner, weights), optimizer)
+    batches = entry_in_last_row(batches_of(*ALL, 5, 4))
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith('embedding_lookup_sparse') for name in once)
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+@pytest.mark.parametrize('weights', [False, True])
+def test_microbatches_of_plain_lookups(weights, microbatches):
+    model_fn = regression(plain_lookup('mean', weights), 'adagrad')
+    batches = entry_in_last_row(batches_of(*ALL))
+    options = {'static': False, 'preprocess': to_sparse}
+    one = train(model_fn, batches, 0, **options)
+    ours = train(model_fn, batches, 2, values=one.start, microbatches=microbatches, **options)
+    assert_same(ours, one)
+
+
+@pytest.mark.parametrize('weights', [False, True])
+def test_plain_lookup_without_ids_of_last_examples(weights, behavior):
+    """It's an error on several devices, as on one."""
+    batches = entries_to_the_middle(batches_of(12))
+    model_fn = regression(plain_lookup('mean', weights))
+    options = {'static': False, 'preprocess': to_sparse}
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **options)
+    message = r'last example of a batch needs an entry in feature .+sparse.+ \[6 12\]'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(model_fn, batches, 3, **options)
+
+
+def rows_by_themselves(features):
+    """What becomes of the rows up to the last one with an id, beside nothing of the batch."""
+    sparse = features['sparse']
+    found = []
+    for combiner in ('sum', 'mean'):
+        for weights in (None, features['weights']):
+            with tf.variable_scope(f'{combiner}_{weights is None}'):
+                rows = tf.nn.embedding_lookup_sparse(table(), sparse, weights, combiner=combiner)
+                hidden = tf.tanh(rows @ floats(WIDTH, 3))
+                loss = tf.reduce_mean(hidden**2) + tf.reduce_max(rows)
+                gradients = tf.gradients(loss, tf.trainable_variables()[-1])
+            found += [rows, hidden, tf.shape(rows), loss, tf.cumsum(rows), *gradients]
+            found += [tf.boolean_mask(hidden, hidden[:, 0] > 0), hidden[::-1]]
+    return tf.nest.flatten(found, expand_composites=True)
+
+
+@pytest.mark.parametrize('towers', [2, 3, 5])
+@pytest.mark.parametrize('kind', ['all', 'half'])
+def test_rows_to_last(kind, towers, behavior):
+    def model_fn(features, labels, mode):
+        found = {f'part {i}': one for i, one in enumerate(rows_by_themselves(features))}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = entry_in_last_row(batches_of(*ALL))
+    if kind == 'half':
+        batches = entries_to_the_middle(batches_of(12, 7, 2, 5, 30))
+    batches = [(features, None) for features, _ in batches if len(features['ids'])]
+    values = {'global_step': 0}
+    values |= {
+        f'{combiner}_{none}/table': floats(IDS, WIDTH)
+        for combiner in ('sum', 'mean')
+        for none in (False, True)
+    }
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse, 'values': values}
+    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, towers)]
+    assert_close(ours.predictions, one.predictions, 1e-5)

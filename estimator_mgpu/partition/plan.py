@@ -97,6 +97,13 @@ class Reduced(NamedTuple):
     rows: RowSpace
 
 
+class Padding(NamedTuple):
+    """Zeros behind the rows that a copy gives, of which the last one is the last with an entry."""
+
+    rows: RowSpace  # what rows there are with the zeros: `RowsToLast`, or all of the batch's
+    indices: str  # the name of the tensor with the indices of the entries
+
+
 class LocalRange(NamedTuple):
     """The numbers from 0 on, one for each entry that the tower's rows have."""
 
@@ -189,6 +196,8 @@ class OpPlan(NamedTuple):
     functions: Sequence[dict[str, OpPlan]] = ()
     # Of an `Enter` or a `LoopCond`: whether all towers make each step of the loop together.
     is_joint: bool = False
+    # What is put behind the rows of the output.
+    padding: Padding | None = None
 
 
 class Decision(NamedTuple):

@@ -62,6 +62,15 @@ class Entries(SelectedRows):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class RowsToLast(SelectedRows):
+    """The examples up to the last one that has an entry: sums of entries by their rows end there.
+
+    They start with the indices of the entries. A tower has those of its examples that are among
+    them: all of its examples, if a later tower has an entry.
+    """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class UniqueRows(SelectedRows):
     """Different ids, such as those that are looked up in a table.
 

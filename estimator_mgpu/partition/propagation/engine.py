@@ -33,6 +33,7 @@ from estimator_mgpu.partition.propagation.decisions import decide, pass_on, pass
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
+from estimator_mgpu.partition.rules.entries import key_of_sums
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.rules.row_lengths import of_splits
 from estimator_mgpu.partition.size_inference import Sizes
@@ -90,6 +91,7 @@ def propagate(
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
     same_entries: dict[str, str] = {}
+    all_rows: set[str] = set()
     # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(
@@ -99,6 +101,7 @@ def propagate(
             reduced=reduced,
             run_once=run_once,
             same_entries=same_entries,
+            all_rows=all_rows,
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
@@ -111,6 +114,8 @@ def propagate(
                 entries.update(_begin_ragged(scope, tensor))
         joined = _join_entries(scope, unsharded)
         entries.update(joined)
+        for indices in all_rows:
+            scope.sizes.same_for(key_of_sums(indices), batch)
 
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
@@ -317,7 +322,7 @@ class _Pass:
                 for placement in placements
             ]
 
-        joined_before = len(self.scope.same_entries)
+        noted_before = self._count_noted()
         try:
             if rows_end and any(placement != REPLICATE for placement in placements):
                 raise NotSharded(f'{op.name} ends a branch in which the rows of its value begin')
@@ -327,8 +332,12 @@ class _Pass:
             self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
-        if len(self.scope.same_entries) > joined_before:
+        if self._count_noted() > noted_before:
             self.is_last = False
+
+    def _count_noted(self) -> int:
+        """How many row spaces are noted to be the same as others."""
+        return len(self.scope.same_entries) + len(self.scope.all_rows)
 
     def _begins_in_branch(self, rows: RowSpace | None) -> bool:
         """Whether a row space begins with a tensor in a branch of TensorFlow 1.

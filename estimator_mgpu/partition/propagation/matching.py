@@ -260,20 +260,18 @@ class Match:
         factor = self._sizes.per_row(tensor, axis, way.rows) or way.factor
         if placement == way.shard(axis, factor):
             return LOCAL
-        self._note_same_entries(tensor, axis, placement, way)
+        self._note_same_rows(tensor, axis, placement, way)
         return self._need_of_full(tensor, axis, way)
 
-    def _note_same_entries(
-        self, tensor: tf.Tensor, axis: int, placement: Placement, way: Way
-    ) -> None:
-        """Notes of an input if it has entries of another sparse tensor than the way's, one by one.
+    def _note_same_rows(self, tensor: tf.Tensor, axis: int, placement: Placement, way: Way) -> None:
+        """Notes that an input is used row by row with others, of other row spaces.
 
-        The op fails unless both have as many, or broadcasts one of them.
+        The op fails unless there are as many of both, or broadcasts one of them.
         """
         if not isinstance(placement, Shard) or placement.axis != axis:
             return
         if self._sizes.per_row(tensor, axis, placement.rows) == way.factor:
-            self._scope.note_same_entries(way.rows, placement.rows)
+            self._scope.note_same_rows(way.rows, placement.rows)
 
     def _need_of_entries(self, operand: EntriesOf, placement: Placement, way: Way) -> Need | None:
         """The form of a sparse tensor's indices or values."""

@@ -20,7 +20,7 @@ from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entries, RowSpace
+from estimator_mgpu.partition.sizes import Entries, RowSpace, RowsToLast
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
@@ -54,6 +54,8 @@ class Scope:
         an op, why the others do, by their names.
       same_entries: sparse tensors of the batch that are used entry by entry with another one, as
         weights are with their ids. By the name of a tensor's indices, that of the other's.
+      all_rows: those whose sums are used row by row with the batch, and so have all of its rows, by
+        the names of their indices.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -70,6 +72,7 @@ class Scope:
     reduced: set[str] = field(default_factory=set)
     run_once: dict[str, dict[str, str]] = field(default_factory=dict)
     same_entries: dict[str, str] = field(default_factory=dict)
+    all_rows: set[str] = field(default_factory=set)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -86,16 +89,21 @@ class Scope:
             indices = self.same_entries[indices]
         return indices
 
-    def note_same_entries(self, rows: RowSpace, others: RowSpace) -> None:
-        """Notes that an op uses the entries of two sparse tensors of the batch one by one.
+    def note_same_rows(self, rows: RowSpace, others: RowSpace) -> None:
+        """Notes that an op uses two row spaces row by row: from the next pass on, they are one.
 
-        From the next pass on, towers have the latter's values where the former's entries are.
+        Of the entries of two sparse tensors of the batch, towers then have the latter's values
+        where the former's entries are.
         """
         if isinstance(rows, Entries) and isinstance(others, Entries):
             first = self.whose_entries(rows.name)
             second = self.whose_entries(others.name)
             if first != second:
                 self.same_entries[second] = first
+
+        sums = [one for one in (rows, others) if isinstance(one, RowsToLast)]
+        if len(sums) == 2 or (sums and self.batch in (rows, others)):
+            self.all_rows.update(one.name for one in sums)
 
     def is_reduced(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is a partial result of towers that is reduced where it's made."""

@@ -41,17 +41,20 @@ from estimator_mgpu.partition.plan import (
     LocalShape,
     Need,
     OpPlan,
+    Padding,
     Slice,
     local_shape_of,
 )
 from estimator_mgpu.partition.rules import ragged
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import of_positions
+from estimator_mgpu.partition.rules.selections import of_positions, of_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
+    Entries,
     Largest,
     RowSpace,
+    RowsToLast,
     SelectedRows,
     Size,
     UniqueRows,
@@ -65,6 +68,7 @@ _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 
 _SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
 _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
+_SUMS = ('SegmentSum', *_SPARSE)  # They are zero for a row without entries.
 SUMS_BY_ID = ('UnsortedSegmentSum', *_GRADIENTS, *_SPARSE_GRADIENTS)
 """Types of ops of which towers may have partial sums by id."""
 
@@ -251,9 +255,9 @@ def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     """`SegmentSum` and the like: entries, and the row of each of them."""
     placement, positions = placements
     dims = sizes.dims(op.inputs[0])
-    if not isinstance(positions, Positions) or not positions.fill_rows or not dims:
+    if not isinstance(positions, Positions) or not dims:
         return None
-    return _summed(positions, (of_positions(positions, placement), LOCAL), dims)
+    return _summed_to_last(op, positions, (of_positions(positions, placement), LOCAL), dims, sizes)
 
 
 def _sparse_segments(
@@ -272,7 +276,7 @@ def _sparse_segments(
         return None
     needs = (*data_and_ids, LOCAL)
     if len(op.inputs) == 3:
-        return _summed(positions, needs, dims) if positions.fill_rows else None
+        return _summed_to_last(op, positions, needs, dims, sizes)
 
     count = sizes.entries(op.inputs[3])
     if not count or not count[0].same_as(positions.total):
@@ -289,6 +293,36 @@ def _data_and_ids(
         is_of_entries = Shard(0, ids.rows) == positions.shard
         return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
+
+
+def _summed_to_last(
+    op: tf.Operation,
+    positions: Positions,
+    needs: tuple[Need, ...],
+    data_dims: Sequence[Size],
+    sizes: Sizes,
+) -> Decision | None:
+    """A decision for sums of entries by their rows, up to the last row with an entry.
+
+    A tower's sums end with its own last row with an entry. Behind these it puts zeros, the sums of
+    rows without entries.
+    """
+    if positions.fill_rows:
+        return _summed(positions, needs, data_dims)
+    entries = positions.selection
+    if not isinstance(entries, Entries) or op.type not in _SUMS:
+        return None
+    if positions.rows is not entries.origin or positions.total != full_size(entries.origin):
+        return None
+    to_last: RowSpace = RowsToLast(entries.name, None, entries.origin)
+    rows = sizes.same_for(key_of_sums(entries.name), to_last)
+    plan = OpPlan(needs, padding=Padding(rows, entries.name))
+    return Decision(plan, [Shard(0, rows)], [[full_size(rows), *data_dims[1:]]])
+
+
+def key_of_sums(indices: str) -> tuple[str, str]:
+    """What says which rows sums of entries have, by the indices of the sparse tensor."""
+    return 'sums', indices
 
 
 def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
@@ -350,7 +384,7 @@ def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     dims = sizes.dims(op.inputs[0])
     if not isinstance(places, PlacesOfIds) or not isinstance(positions, Positions) or not dims:
         return None
-    gradient = _of_rows(positions, placements[0], dims)
+    gradient = of_rows(positions, placements[0], dims[0])
     count = _count_of_ids(places.ids, op.inputs[3], sizes)
     if gradient is None or count is None or Shard(0, places.rows) != positions.shard:
         return None
@@ -365,7 +399,7 @@ def _sparse_gradient(
     dims = sizes.dims(op.inputs[0])
     if not isinstance(positions, Positions) or ids != positions.shard or not dims:
         return None
-    gradient = _of_rows(positions, placements[0], dims)
+    gradient = of_rows(positions, placements[0], dims[0])
     if gradient is None:
         return None
     origin = origin_of(positions.rows)
@@ -389,15 +423,6 @@ def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[
 
 
 # Forms.
-
-
-def _of_rows(positions: Positions, placement: Placement, dims: Sequence[Size]) -> Need | None:
-    """The form of what has a row for each at which entries may be; None if it hasn't."""
-    if not dims[0].same_as(positions.total):
-        return None
-    if placement == Shard(0, positions.rows):
-        return LOCAL
-    return Slice(0, positions.rows, positions.factor)
 
 
 def _local_shape(entries: Sequence[Size], rows: RowSpace) -> LocalShape | None:

@@ -100,6 +100,32 @@ def with_same_count(
         return tf.identity(values)
 
 
+def count_to_last(indices: tf.Tensor) -> tf.Tensor:
+    """How many rows there are up to the last one with an entry: an int32 scalar."""
+    rows = tf.concat([indices[:, 0], [-1]], 0)
+    return tf.cast(tf.reduce_max(rows) + 1, tf.int32)
+
+
+def sure_of_all(count: tf.Tensor, total: tf.Tensor | int, title: str) -> tf.Tensor:
+    """The number of rows up to the last one with an entry, which fails unless it's that of all.
+
+    Args:
+      count: that number, an int32 scalar.
+      total: how many examples there are.
+      title: what a message calls the sparse tensor.
+    """
+    message = (
+        f'the last example of a batch needs an entry in {title}, or the sums of entries end with '
+        'the last one that has any, and are fewer than the examples with which they are used. Use '
+        'tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse. The numbers '
+        'of sums, examples are'
+    )
+    data = [message, tf.stack([count, total])]
+    check = tf.raw_ops.Assert(condition=tf.equal(count, total), data=data, summarize=2)
+    with tf.control_dependencies([check]):
+        return tf.identity(count)
+
+
 def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str:
     """Where each of different numbers is, the smallest one first: an int32 vector."""
     negative = nodes.add('Neg', [numbers], device, T=dtype)

@@ -23,6 +23,7 @@ from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Sha
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
+    Padding,
     RaggedRows,
     Reduced,
     Slice,
@@ -35,6 +36,7 @@ from estimator_mgpu.partition.sizes import (
     Largest,
     LongestRow,
     RowSpace,
+    RowsToLast,
     SelectedRows,
     Size,
     Splits,
@@ -94,6 +96,11 @@ class Values:
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
+        # By the names of ops, what is put behind the rows of their copies.
+        self._paddings = {
+            name: op_plan.padding for name, op_plan in plan.ops.items() if op_plan.padding
+        }
+        self._counts_to_last: dict[tuple[str, bool], str] = {}
         # Values of sparse tensors that fail if they are too many, or too few, by their names.
         self._sure_values: dict[str, str] = {}
 
@@ -130,13 +137,57 @@ class Values:
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         if tensor.name not in self.origins.sources:
-            return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
+            copy = f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
+            padding = self._paddings.get(tensor.op.name)
+            return copy if padding is None else self._padded(tensor, copy, padding, tower)
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
             return self.entries(tensor, self._plan.entries[tensor.name], tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
+
+    def _padded(self, tensor: tf.Tensor, copy: str, padding: Padding, tower: Tower) -> str:
+        """What a tower's copy of an op gives, with zeros behind it."""
+        device, host = tower.device, host_of(tower.device)
+        dtype = tensor.dtype.base_dtype
+        must_be_all = not isinstance(padding.rows, RowsToLast)
+        size = self._size_to_last(padding.indices, must_be_all, tower)
+
+        shape = self._nodes.add('Shape', [copy], device, T=dtype, out_type=tf.int32)
+        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
+        count = self._nodes.add('Gather', [shape, 0], host, **types)
+        zeros = self._nodes.add('Sub', [size, count], host, T=tf.int32)
+        rank = len(self._plan.sizes.dims(tensor) or [])
+        vector = self._nodes.tensor([0, zeros, *[0, 0] * (rank - 1)])
+        types = {'T': tf.int32, 'Tshape': tf.int32}
+        paddings = self._nodes.add('Reshape', [vector, [rank, 2]], host, **types)
+        return self._nodes.add('Pad', [copy, paddings], device, T=dtype, Tpaddings=tf.int32)
+
+    def _size_to_last(self, indices_name: str, must_be_all: bool, tower: Tower) -> str:
+        """How many of a tower's rows come up to the last one with an entry: an int32 scalar."""
+        nodes = self._nodes
+        start, size = self.batch_shards.extent(ONE, tower)
+        total = self._count_to_last(indices_name, must_be_all)
+        count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
+        count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
+        return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
+
+    def _count_to_last(self, indices_name: str, must_be_all: bool) -> str:
+        """How many rows come up to the last one with an entry; if they must be all, they are."""
+        key = indices_name, must_be_all
+        if key not in self._counts_to_last:
+            indices = self._graph.get_tensor_by_name(indices_name)
+            with self._nodes.at_once(self.origins.device_of_full(indices), indices.op):
+                count = sparse_rows.count_to_last(indices)
+                if must_be_all:
+                    total = self.batch_shards.total
+                    if isinstance(total, str):
+                        total = self._graph.get_tensor_by_name(total)
+                    [title_of_indices] = self._titles_of_entries(indices)
+                    count = sparse_rows.sure_of_all(count, total, title_of_indices)
+                self._counts_to_last[key] = count.name
+        return self._counts_to_last[key]
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""
@@ -350,8 +401,12 @@ class Values:
     def _shards_of_selection(self, rows: SelectedRows) -> Shards:
         """The shards of a selection, of which each tower has the rows that it has picked."""
         selection = self._graph.get_tensor_by_name(rows.name)
-        first_dim = Dim(selection.name, 0)
-        sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
+        sizes: list[Number]
+        if isinstance(rows, RowsToLast):
+            sizes = [self._size_to_last(rows.name, False, tower) for tower in self._towers]
+        else:
+            first_dim = Dim(selection.name, 0)
+            sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
         origin = self.shards_of(rows.origin)
         shards = SelectionShards(rows, sizes, origin, self._symbol_value)
         if isinstance(rows, UniqueRows):
