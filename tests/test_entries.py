@@ -896,3 +896,148 @@ def test_rows_to_last(kind, towers, behavior):
     options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse, 'values': values}
     one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, towers)]
     assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+@pytest.mark.parametrize('strategy', ['mod', 'div'])
+def test_plain_lookup_in_parts(strategy):
+    def forward(features):
+        partitioner = tf.fixed_size_partitioner(3)
+        parts = tf.get_variable('table', [IDS, WIDTH], partitioner=partitioner)
+        return tf.nn.embedding_lookup_sparse(
+            list(parts), features['sparse'], features['weights'], strategy, combiner='mean'
+        )
+
+    batches = entry_in_last_row(batches_of(*ALL))
+    model_fn = regression(forward, 'adagrad')
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith('embedding_lookup_sparse') for name in once)
+
+
+def missing_rows(features, rows):
+    """How many rows of a lookup are missing behind those that it gives."""
+    return tf.shape(features['dense'])[0] - tf.shape(rows)[0]
+
+
+def padded_lookup(combiner='mean', weights=False):
+    def lookup(features):
+        rows = plain_lookup(combiner, weights)(features)
+        return tf.pad(rows, [[0, missing_rows(features, rows)], [0, 0]])
+
+    return lookup
+
+
+def batches_to_pad():
+    """Batches whose last example has an id, those whose last ones have none, and one without."""
+    batches = entry_in_last_row(batches_of(12, 2, 5)) + entries_to_the_middle(batches_of(30, 7, 5))
+    features, labels = batches_of(6)[0]
+    return [*batches, (no_entries(features), labels), *entries_to_the_middle(batches_of(3))]
+
+
+@pytest.mark.parametrize('weights', [False, True])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_padded_lookup(combiner, weights, behavior):
+    model_fn = regression(padded_lookup(combiner, weights), 'adagrad')
+    ours, _ = compare(model_fn, batches_to_pad(), 4, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith(('embedding_lookup_sparse', 'Pad')) for name in once)
+    assert 'gradients/Pad_grad/Slice_1' not in once
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+@pytest.mark.parametrize('weights', [False, True])
+def test_microbatches_of_padded_lookups(weights, microbatches):
+    model_fn = regression(padded_lookup('mean', weights), 'adagrad')
+    options = {'static': False, 'preprocess': to_sparse}
+    one = train(model_fn, batches_to_pad(), 0, **options)
+    ours = train(
+        model_fn, batches_to_pad(), 2, values=one.start, microbatches=microbatches, **options
+    )
+    assert_same(ours, one)
+
+
+def other_paddings(features):
+    """Of the rows of a lookup, and of all rows; and slices that end where the lookup does."""
+    rows = tf.nn.embedding_lookup_sparse(table(), features['sparse'], None, combiner='sum')
+    more = missing_rows(features, rows)
+    all_rows = tf.nn.safe_embedding_lookup_sparse(tf.global_variables()[-1], features['sparse'])
+    dense = tf.cast(features['dense'], tf.float32)
+    first = dense[:, :WIDTH]
+    count = tf.shape(rows)[0]
+    found = [
+        tf.pad(rows, [[0, more], [0, 0]], constant_values=7),
+        tf.pad(rows, [[0, more], [1, 2]]),
+        tf.pad(rows, [[1, more], [0, 0]]),
+        tf.pad(rows, [[0, 2 * more], [0, 0]]),
+        tf.pad(rows, [[more, 0], [0, 0]]),
+        tf.pad(rows, [[0, more + 1], [0, 0]]),
+        tf.pad(all_rows, [[0, missing_rows(features, all_rows)], [0, 0]]),
+        tf.pad(all_rows, [[0, more], [0, 0]]),
+        tf.pad(dense, [[0, more], [0, 0]]),
+        tf.concat([rows, tf.zeros([more, WIDTH])], 0),
+        tf.concat([rows, tf.zeros([missing_rows(features, all_rows), WIDTH])], 0),
+        tf.slice(first, [0, 0], tf.shape(rows)) * rows,
+        tf.slice(dense, [0, 1], tf.shape(rows)) * rows,
+        tf.slice(dense, [0, 0], [count, 2]),
+        tf.slice(dense, [0, 0], [more, 3]),
+        tf.slice(dense, [count, 0], [more, 3]),
+        tf.slice(dense[::-1], [0, 0], [count, 3]),
+        dense[:count],
+        tf.ones([more, 3]),
+        tf.range(more),
+        tf.reduce_mean(tf.zeros([count, 2]) + rows),
+    ]
+    padded = tf.pad(rows, [[0, more], [0, 0]])
+    return [*found, padded * first, tf.gradients(padded * first, tf.global_variables()[-1])]
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [2, 4])
+def test_other_paddings(towers, static, behavior):
+    def model_fn(features, labels, mode):
+        found = tf.nest.flatten(other_paddings(features), expand_composites=True)
+        found = {f'part {i}': one for i, one in enumerate(found)}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    def preprocess(features, labels):
+        for name in ('indices', 'indices of weights', 'ids', 'weights'):
+            shape = [None, 2] if 'indices' in name else [None]
+            features[name] = tf.placeholder_with_default(features[name], shape)
+        return to_sparse(features, labels)
+
+    batches = [(features, None) for features, _ in batches_to_pad()]
+    options = {'mode': MODES.PREDICT, 'static': static, 'preprocess': preprocess}
+    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    for batch in batches:
+        given = [batch] if static else batches
+        one, ours = [evaluate(model_fn, given, n, **options) for n in (0, towers)]
+        assert_close(ours.predictions, one.predictions, 1e-5)
+        if not static:
+            break
+
+
+def test_two_plain_lookups(behavior):
+    """Beside each other, and nothing of the batch: both have all rows, or it's an error."""
+
+    def model_fn(features, labels, mode):
+        with tf.variable_scope('other'):
+            other = plain_lookup('sum')(features)
+        both = tf.concat([plain_lookup('mean')({**features, 'sparse': features['own']}), other], 1)
+        return tf.estimator.EstimatorSpec(mode, predictions={'both': tf.tanh(both)})
+
+    def preprocess(features, labels):
+        made, labels = to_sparse(features, labels)
+        made['own'] = tf.SparseTensor(
+            features['indices of weights'], features['ids'] // 2, made['sparse'].dense_shape
+        )
+        return made, labels
+
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
+    names = ['table', 'other/table', 'scale', 'other/scale']
+    options['values'] = {name: np.float32(1) for name in names}
+    options['values'] |= {name: floats(IDS, WIDTH) for name in names[:2]} | {'global_step': 0}
+    batches = entry_in_last_row(batches_of(*ALL))
+    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='last example of a batch needs'):
+        evaluate(model_fn, entries_to_the_middle(batches_of(12)), 3, **options)

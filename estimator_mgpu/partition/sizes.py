@@ -69,6 +69,16 @@ class RowsToLast(SelectedRows):
     them: all of its examples, if a later tower has an entry.
     """
 
+    @functools.cached_property
+    def behind(self) -> RowsBehind:
+        """The other examples, which come behind these."""
+        return RowsBehind(self.name, None, self.origin)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowsBehind(SelectedRows):
+    """The examples behind the last one that has an entry."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class UniqueRows(SelectedRows):
@@ -159,7 +169,8 @@ class Size:
 
     def __add__(self, other: Size) -> Size:
         if self.symbols == other.symbols:
-            return Size(self.number + other.number, self.symbols)
+            number = self.number + other.number
+            return Size(number, self.symbols if number else ())
         if self.number == 0:
             return other
         if other.number == 0:
@@ -168,6 +179,10 @@ class Size:
             [symbol] = self.symbols
             if isinstance(symbol, Splits):
                 return full_size(symbol.rows)
+        if other.number == -1 and isinstance(other.rows, RowsToLast):
+            to_last = other.rows
+            if len(other.symbols) == 1 and self.same_as(full_size(to_last.origin)):
+                return full_size(to_last.behind)
         raise UnknownSize(f'{self} + {other} is not a product')
 
     def __floordiv__(self, other: Size) -> Size:

@@ -131,7 +131,7 @@ def _keeps_order(decision: Decision) -> bool:
 
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     has_counted = any(isinstance(placement, CountedByTower) for placement in placements)
-    if op.type in OF_PLACEMENTS or has_counted:
+    if op.type in OF_PLACEMENTS or op.type in entries.OF_FIRST_ROWS or has_counted:
         decision = None
         if not scope.in_function:  # Functions have sizes of their own, the same for each call.
             decision = selections.decide(op, placements, scope.sizes) or entries.decide(

@@ -331,6 +331,39 @@ def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[S
     return Decision(OpPlan(needs), [Shard(0, positions.rows)], [dims])
 
 
+def _pad(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Pad` of the rows up to the last one with an entry: a tower puts its others behind them."""
+    rows = rows_of(placements[0])
+    dims = sizes.dims(op.inputs[0])
+    paddings = sizes.entries(op.inputs[1])  # two numbers a dimension
+    if not isinstance(rows, RowsToLast) or not dims or not paddings:
+        return None
+    behind = full_size(rows.behind)
+    if placements[0] != Shard(0, rows) or dims[0] != full_size(rows):
+        return None
+    if paddings != [Size(0), behind, *[Size(0)] * (len(paddings) - 2)]:
+        return None
+    local = LocalShape(tuple(paddings), 1, rows.behind)
+    plan = OpPlan((LOCAL, local, *[FULL] * (len(op.inputs) - 2)))
+    return Decision(plan, [Shard(0, rows.origin)], [[full_size(rows.origin), *dims[1:]]])
+
+
+def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Slice` of all rows, up to the last one with an entry, as in the gradient of `Pad`."""
+    dims = sizes.dims(op.inputs[0])
+    size = sizes.entries(op.inputs[2])
+    rows = size[0].rows if size else None
+    if not isinstance(rows, RowsToLast) or not dims or not size:
+        return None
+    if placements[0] != Shard(0, rows.origin) or dims[0] != full_size(rows.origin):
+        return None
+    takes_first = sizes.numbers(op.inputs[1]) == [0] * len(size) and size[0] == full_size(rows)
+    if not takes_first or not all(map(Size.same_as, size[1:], dims[1:])):
+        return None
+    plan = OpPlan((LOCAL, FULL, LocalShape(tuple(size), 0, rows)))
+    return Decision(plan, [Shard(0, rows)], [size])
+
+
 # Different ids.
 
 
@@ -442,9 +475,15 @@ _RULES = {
     'Unique': _unique,
     'GatherV2': _gather,
     'UnsortedSegmentSum': _gradient_of_gather,
+    'Pad': _pad,
+    'PadV2': _pad,
+    'Slice': _slice,
     **ragged.RULES,
     **dict.fromkeys(_GRADIENTS, _gradient),
     **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
 }
-TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum'})
+OF_FIRST_ROWS = ('Pad', 'PadV2', 'Slice')
+"""Types of ops that may be sharded by these rules, whatever they are given."""
+_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum')
+TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *OF_FIRST_ROWS})
 """Types of ops that are sharded by these rules, or run once."""

@@ -35,6 +35,7 @@ from estimator_mgpu.partition.sizes import (
     Entries,
     Largest,
     LongestRow,
+    RowsBehind,
     RowSpace,
     RowsToLast,
     SelectedRows,
@@ -172,6 +173,12 @@ class Values:
         count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
         count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
         return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
+
+    def _size_behind(self, indices_name: str, tower: Tower) -> str:
+        """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
+        _, size = self.batch_shards.extent(ONE, tower)
+        both = [self._nodes.scalar(size, tf.int32), self._size_to_last(indices_name, False, tower)]
+        return self._nodes.add('Sub', both, self._nodes.host, T=tf.int32)
 
     def _count_to_last(self, indices_name: str, must_be_all: bool) -> str:
         """How many rows come up to the last one with an entry; if they must be all, they are."""
@@ -404,6 +411,8 @@ class Values:
         sizes: list[Number]
         if isinstance(rows, RowsToLast):
             sizes = [self._size_to_last(rows.name, False, tower) for tower in self._towers]
+        elif isinstance(rows, RowsBehind):
+            sizes = [self._size_behind(rows.name, tower) for tower in self._towers]
         else:
             first_dim = Dim(selection.name, 0)
             sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
