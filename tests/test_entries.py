@@ -876,9 +876,9 @@ def rows_by_themselves(features):
     return tf.nest.flatten(found, expand_composites=True)
 
 
-@pytest.mark.parametrize('towers', [2, 3, 5])
+@pytest.mark.parametrize('towers, microbatches', [(2, 1), (3, 1), (5, 1), (2, 2)])
 @pytest.mark.parametrize('kind', ['all', 'half'])
-def test_rows_to_last(kind, towers, behavior):
+def test_rows_to_last(kind, towers, microbatches, behavior):
     def model_fn(features, labels, mode):
         found = {f'part {i}': one for i, one in enumerate(rows_by_themselves(features))}
         return tf.estimator.EstimatorSpec(mode, predictions=found)
@@ -894,7 +894,8 @@ def test_rows_to_last(kind, towers, behavior):
         for none in (False, True)
     }
     options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse, 'values': values}
-    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, towers)]
+    one = evaluate(model_fn, batches, 0, **options)
+    ours = evaluate(model_fn, batches, towers, microbatches=microbatches, **options)
     assert_close(ours.predictions, one.predictions, 1e-5)
 
 
@@ -1041,3 +1042,32 @@ def test_two_plain_lookups(behavior):
     assert_close(ours.predictions, one.predictions, 1e-5)
     with pytest.raises(tf.errors.InvalidArgumentError, match='last example of a batch needs'):
         evaluate(model_fn, entries_to_the_middle(batches_of(12)), 3, **options)
+
+
+def test_rows_that_meet_in_a_branch(behavior):
+    """In a step in which there aren't as many of both, it isn't taken."""
+
+    def forward(features):
+        rows, own = plain_lookup('sum')(features), features['weights'].values
+        ids, dense = features['sparse'].values, tf.cast(features['dense'], tf.float32)
+        padded = tf.pad(rows, [[0, missing_rows(features, rows)], [0, 0]])
+        has_all = tf.equal(missing_rows(features, rows), 0)
+        net = tf.cond(has_all, lambda: tf.concat([rows, dense], 1), lambda: 2 * dense)
+        are_as_many = tf.equal(tf.size(ids), tf.size(own))
+        product = lambda: tf.reduce_sum(tf.cast(ids, tf.float32) * own)  # noqa: E731
+        return padded, net[:, :2], tf.cond(are_as_many, product, lambda: -1.0)
+
+    def model_fn(features, labels, mode):
+        found = {f'part {i}': one for i, one in enumerate(forward(features))}
+        found['part 2'] = tf.reshape(found['part 2'], [1])
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = batches_to_pad()
+    for features, _ in batches[::2]:
+        features['weights'] = np.append(features['weights'], np.float32(1))
+        indices = features['indices of weights']
+        features['indices of weights'] = np.concatenate([indices, [[0, 0]]])
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    options['values'] = {'table': floats(IDS, WIDTH), 'scale': np.float32(1), 'global_step': 0}
+    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)

@@ -117,12 +117,13 @@ def propagate(
         for indices in all_rows:
             scope.sizes.same_for(key_of_sums(indices), batch)
 
+        count_of_same = scope.count_of_same_rows
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
             if op.name not in unused:
                 graph_pass.visit(op)
 
-        if graph_pass.is_last:
+        if graph_pass.is_last and scope.count_of_same_rows == count_of_same:
             return Plan(
                 rows=batch,
                 sources=sources,
@@ -322,7 +323,6 @@ class _Pass:
                 for placement in placements
             ]
 
-        noted_before = self._count_noted()
         try:
             if rows_end and any(placement != REPLICATE for placement in placements):
                 raise NotSharded(f'{op.name} ends a branch in which the rows of its value begin')
@@ -332,12 +332,6 @@ class _Pass:
             self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
-        if self._count_noted() > noted_before:
-            self.is_last = False
-
-    def _count_noted(self) -> int:
-        """How many row spaces are noted to be the same as others."""
-        return len(self.scope.same_entries) + len(self.scope.all_rows)
 
     def _begins_in_branch(self, rows: RowSpace | None) -> bool:
         """Whether a row space begins with a tensor in a branch of TensorFlow 1.

@@ -93,7 +93,8 @@ class Scope:
         """Notes that an op uses two row spaces row by row: from the next pass on, they are one.
 
         Of the entries of two sparse tensors of the batch, towers then have the latter's values
-        where the former's entries are.
+        where the former's entries are. Sums of entries then have all rows of the batch. A step
+        fails if there aren't as many of both.
         """
         if isinstance(rows, Entries) and isinstance(others, Entries):
             first = self.whose_entries(rows.name)
@@ -101,9 +102,14 @@ class Scope:
             if first != second:
                 self.same_entries[second] = first
 
-        sums = [one for one in (rows, others) if isinstance(one, RowsToLast)]
-        if len(sums) == 2 or (sums and self.batch in (rows, others)):
-            self.all_rows.update(one.name for one in sums)
+        of_sums = {one.name for one in (rows, others) if isinstance(one, RowsToLast)}
+        if len(of_sums) == 2 or self.batch in (rows, others):
+            self.all_rows.update(of_sums)
+
+    @property
+    def count_of_same_rows(self) -> int:
+        """How many row spaces are noted to be the same as others."""
+        return len(self.same_entries) + len(self.all_rows)
 
     def is_reduced(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is a partial result of towers that is reduced where it's made."""

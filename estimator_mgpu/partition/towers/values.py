@@ -138,9 +138,11 @@ class Values:
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         if tensor.name not in self.origins.sources:
-            copy = f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
-            padding = self._paddings.get(tensor.op.name)
-            return copy if padding is None else self._padded(tensor, copy, padding, tower)
+            op_name = tensor.op.name
+            copy = f'{self.copy_name(op_name, tower)}:{tensor.value_index}'
+            if op_name in self._paddings:
+                return self._padded(tensor, copy, self._paddings[op_name], tower)
+            return copy
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
