@@ -847,12 +847,24 @@ def test_microbatches_of_plain_lookups(weights, microbatches):
     assert_same(ours, one)
 
 
+@pytest.mark.parametrize('row', [-1, 12])
+def test_an_entry_in_no_row_of_a_plain_lookup(row):
+    batches = entry_in_last_row(batches_of(12))
+    batches[0][0]['indices'][-1 if row > 0 else 0, 0] = row
+    for forward in (plain_lookup('sum'), padded_lookup('mean', weights=True)):
+        for towers in (0, 3):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                train(regression(forward), batches, towers, static=False, preprocess=to_sparse)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
 @pytest.mark.parametrize('weights', [False, True])
-def test_plain_lookup_without_ids_of_last_examples(weights, behavior):
+def test_plain_lookup_without_ids_of_last_examples(weights, static, behavior):
     """It's an error on several devices, as on one."""
     batches = entries_to_the_middle(batches_of(12))
     model_fn = regression(plain_lookup('mean', weights))
-    options = {'static': False, 'preprocess': to_sparse}
+    options = {'static': static, 'preprocess': to_sparse}
+    compare(model_fn, entry_in_last_row(batches_of(12)), 3, **options)
     with pytest.raises(tf.errors.InvalidArgumentError):
         train(model_fn, batches, 0, **options)
     message = r'last example of a batch needs an entry in feature .+sparse.+ \[6 12\]'

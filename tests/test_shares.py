@@ -21,8 +21,9 @@ LEGACY = [
     *('bidirectional_crf', 'viterbi', 'greedy_decoder', 'deepfm'),
     *('train_steps_in_a_loop', 'anchors', 'mapped_images', 'memory_with_ages'),
 ]
-# Of those that do more on one device: each example is looked at once, or a memory is looked up.
-LARGEST_SHARES = {'examples_one_by_one': 0.6, 'memory_with_ages': 0.42}
+# Of those that do more on one device: each example is looked at once, or all towers look up rows of
+# its memory, or of its table.
+LARGEST_SHARES = {'examples_one_by_one': 0.6, 'memory_with_ages': 0.42, 'sparse_and_ragged': 0.4}
 # Of batches of other sizes, down to fewer examples than devices.
 OTHER_SIZES = {
     **dict.fromkeys(['anchors', 'crops', 'interleaved_batches', 'mapped_images'], (7, 2)),
