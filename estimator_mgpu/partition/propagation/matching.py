@@ -264,7 +264,7 @@ class Match:
         return self._need_of_full(tensor, axis, way)
 
     def _note_same_rows(self, tensor: tf.Tensor, axis: int, placement: Placement, way: Way) -> None:
-        """Notes that an input is used row by row with others, of other row spaces.
+        """Notes that the rows of an input are used one by one with those of another row space.
 
         The op fails unless there are as many of both, or broadcasts one of them.
         """

@@ -54,8 +54,8 @@ class Scope:
         an op, why the others do, by their names.
       same_entries: sparse tensors of the batch that are used entry by entry with another one, as
         weights are with their ids. By the name of a tensor's indices, that of the other's.
-      all_rows: those whose sums are used row by row with the batch, and so have all of its rows, by
-        the names of their indices.
+      all_rows: those whose sums are used one by one with the examples, and so are as many, by the
+        names of their indices.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -90,11 +90,11 @@ class Scope:
         return indices
 
     def note_same_rows(self, rows: RowSpace, others: RowSpace) -> None:
-        """Notes that an op uses two row spaces row by row: from the next pass on, they are one.
+        """Notes that an op uses the rows of two row spaces one by one: then they become one.
 
-        Of the entries of two sparse tensors of the batch, towers then have the latter's values
-        where the former's entries are. Sums of entries then have all rows of the batch. A step
-        fails if there aren't as many of both.
+        That's so from the next pass on. Of the entries of two sparse tensors of the batch, towers
+        then have the latter's values where the former's entries are. Sums of entries are then those
+        of all examples. A step fails if there aren't as many of both.
         """
         if isinstance(rows, Entries) and isinstance(others, Entries):
             first = self.whose_entries(rows.name)

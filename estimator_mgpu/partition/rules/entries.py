@@ -338,10 +338,9 @@ def _pad(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Dec
     paddings = sizes.entries(op.inputs[1])  # two numbers a dimension
     if not isinstance(rows, RowsToLast) or not dims or not paddings:
         return None
-    behind = full_size(rows.behind)
-    if placements[0] != Shard(0, rows) or dims[0] != full_size(rows):
-        return None
-    if paddings != [Size(0), behind, *[Size(0)] * (len(paddings) - 2)]:
+    is_of_rows = placements[0] == Shard(0, rows) and dims[0] == full_size(rows)
+    fills_up = paddings == [Size(0), full_size(rows.behind), *[Size(0)] * (len(paddings) - 2)]
+    if not is_of_rows or not fills_up or not op.inputs[1].shape.is_fully_defined():
         return None
     local = LocalShape(tuple(paddings), 1, rows.behind)
     plan = OpPlan((LOCAL, local, *[FULL] * (len(op.inputs) - 2)))
