@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import steps
 from models import floats, spec_of, step
 from towers import MODES, assert_close, assert_same, compare, evaluate, train, types_run_once
 
@@ -28,11 +29,16 @@ def entries_of(rows, seed=0, in_order=True):
 
 
 def batches_of(*sizes, **options):
-    """Batches of so many examples each, with sparse and with dense ids; -1 is none."""
+    """Batches of so many examples each, with sparse and with dense ids; -1 is none.
+
+    The sparse ones have weights with indices of their own, in the same order.
+    """
     made = []
     for seed, rows in enumerate(sizes):
         dense = np.random.RandomState(seed).randint(-1, IDS // 3, [rows, COLUMNS])
         features = {**entries_of(rows, seed, **options), 'dense': dense.astype(np.int64)}
+        features['indices of weights'] = features['indices']
+        features['weights'] = floats(len(features['ids']), seed=seed) + 1
         made.append((features, floats(rows, 1, seed=seed) + 2))
     return made
 
@@ -40,7 +46,8 @@ def batches_of(*sizes, **options):
 def to_sparse(features, labels):
     features['shape'].set_shape([2])
     sparse = tf.SparseTensor(features['indices'], features['ids'], features['shape'])
-    return {'sparse': sparse, 'dense': features['dense']}, labels
+    own = tf.SparseTensor(features['indices of weights'], features['weights'], sparse.dense_shape)
+    return {'sparse': sparse, 'weights': own, 'dense': features['dense']}, labels
 
 
 def network(x):
@@ -172,9 +179,28 @@ def test_entries_in_any_order(combiner):
     compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
 
 
+def lookup_without_filling(features):
+    """Ids are those of entries in any order, and none is added for an example without any."""
+    sparse = features['sparse']
+    unique, places = tf.unique(sparse.values)
+    rows = tf.gather(tf.nn.embedding_lookup(table(), unique), places)
+    count = tf.size(features['dense'][:, 0])
+    return tf.math.unsorted_segment_sum(rows, sparse.indices[:, 0], count)
+
+
+@pytest.mark.parametrize('optimizer', OPTIMIZERS)
+def test_different_ids_of_entries_in_any_order(optimizer, behavior):
+    batches = batches_of(*ALL, in_order=False)
+    model_fn = regression(lookup_without_filling, optimizer)
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not {'Unique', 'GatherV2', 'UnsortedSegmentSum'} & once.keys()
+
+
+@pytest.mark.parametrize('forward', [safe_lookup('mean'), lookup_without_filling])
 @pytest.mark.parametrize('microbatches', [2, 3])
-def test_microbatches(microbatches):
-    model_fn = regression(safe_lookup('mean'), 'adagrad')
+def test_microbatches(microbatches, forward):
+    model_fn = regression(forward, 'adagrad')
     options = {'static': False, 'preprocess': to_sparse}
     one = train(model_fn, batches_of(*ALL), 0, **options)
     ours = train(
@@ -493,7 +519,43 @@ def texts_of_entries(features):
     return parts.indices, parts.values, several, tf.repeat(ids, ids % 3), one_after_another
 
 
+def entries_in_two_parts(features):
+    """Some of them, before and after their positions, in whatever order entries are."""
+    values = features['sparse'].values
+    which = tf.cast(values % 4 // 2, tf.int32)
+    few = tf.dynamic_partition(values % 2, which, 2)
+    positions = tf.dynamic_partition(tf.range(size64(values)), which, 2)
+    parts = tf.dynamic_partition(features['sparse'].indices[:, 1], which, 2)
+    together = tf.dynamic_stitch([tf.cast(one, tf.int32) for one in positions], parts)
+    twice = tf.dynamic_partition(tf.repeat(values, 2), tf.repeat(which, 2), 2)
+    return few, positions, parts, together, twice
+
+
+def different_ids(features):
+    """Of entries that aren't filled up, in whatever order they are, and of what is left of them."""
+    found = []
+    sparse = features['sparse']
+    for entries in (sparse, tf.sparse.retain(sparse, sparse.values % 4 < 2)):
+        unique, places = tf.unique(entries.values)
+        looked_up = tf.gather(table_of_ids(), unique)
+        rows = tf.gather(looked_up, places)
+        count = tf.size(features['dense'][:, 0])
+        sums = tf.math.unsorted_segment_sum(rows, entries.indices[:, 0], count)
+        both = tf.gradients(tf.reduce_sum(sums**2), [looked_up, table_of_ids()])
+        found += [unique, places, unique // 3, looked_up, sums, tf.reduce_sum(looked_up), *both]
+        found += tf.dynamic_partition(unique, tf.cast(unique % 4 // 2, tf.int32), 2)
+        found.append(tf.unique(unique // 3)[0])
+    return found
+
+
+def table_of_ids():
+    with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
+        return table()
+
+
 HOSTILE = [
+    different_ids,
+    entries_in_two_parts,
     texts_of_entries,
     rows_of_two_widths,
     two_ids_of_an_entry,
@@ -544,6 +606,9 @@ def test_values_of_one_device(towers, in_order):
     def model_fn(features, labels, mode):
         found = {**parts(features), **gradients(features)}
         found.update(zip('abcde', texts_of_entries(features)))
+        more = [entries_in_two_parts(features), different_ids(features)]
+        more = tf.nest.flatten(more, expand_composites=True)
+        found.update({f'more {i}': one for i, one in enumerate(more)})
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
     batches = batches_of(*ALL, in_order=in_order)
@@ -552,4 +617,469 @@ def test_values_of_one_device(towers, in_order):
     values['global_step'] = 0
     one = evaluate(model_fn, batches, 0, values=values, **options)
     ours = evaluate(model_fn, batches, towers, values=values, **options)
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+# Weights of ids that are a sparse tensor of their own.
+
+
+def lookup_with_own_weights(combiner='mean'):
+    """Weights are trained as well, so that gradients go through them."""
+
+    def lookup(features):
+        own = features['weights']
+        scale = tf.get_variable('scale', [], initializer=tf.ones_initializer())
+        scaled = tf.SparseTensor(own.indices, scale * own.values, own.dense_shape)
+        return tf.nn.safe_embedding_lookup_sparse(table(), features['sparse'], scaled, combiner)
+
+    return lookup
+
+
+@pytest.mark.parametrize('in_order', [True, False], ids=['in order', 'in any order'])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_own_weights(combiner, in_order, behavior):
+    model_fn = regression(lookup_with_own_weights(combiner), 'adagrad')
+    batches = batches_of(*ALL, in_order=in_order)
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    assert not types_run_once(ours.graph) & LOOKUPS
+
+
+def test_own_weights_in_another_order(behavior):
+    """Their indices don't count: a weight is that of the id at the same place."""
+    batches = batches_of(*ALL)
+    for features, _ in batches:
+        features['indices of weights'] = features['indices'][::-1]
+    model_fn = regression(lookup_with_own_weights(), 'adagrad')
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    assert not types_run_once(ours.graph) & LOOKUPS
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+def test_microbatches_of_own_weights(microbatches):
+    model_fn = regression(lookup_with_own_weights(), 'adagrad')
+    options = {'static': False, 'preprocess': to_sparse}
+    one = train(model_fn, batches_of(*ALL), 0, **options)
+    ours = train(
+        model_fn, batches_of(*ALL), 2, values=one.start, microbatches=microbatches, **options
+    )
+    assert_same(ours, one)
+
+
+@pytest.mark.parametrize('count', ['fewer', 'more', 'one', 'none'])
+def test_other_numbers_of_weights(count, behavior):
+    """It's an error on several devices, as on one."""
+    batches = batches_of(12)
+    features, _ = batches[0]
+    ids = len(features['ids'])
+    weights = {'fewer': ids - 1, 'more': ids + 1, 'one': 1, 'none': 0}[count]
+    features['weights'] = floats(weights) + 1
+    features['indices of weights'] = np.resize(features['indices'], [weights, 2])
+    model_fn = regression(lookup_with_own_weights())
+    options = {'static': False, 'preprocess': to_sparse}
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **options)
+    message = (
+        rf'same number of entries.*feature .+sparse.+, feature .+weights.+ \[{ids} {weights}\]'
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(model_fn, batches, 3, **options)
+
+
+def no_entries(features):
+    """Of a batch that has none."""
+    nothing = np.zeros([0, 2], np.int64)
+    more = {'indices': nothing, 'indices of weights': nothing}
+    return {**features, **more, 'ids': np.zeros(0, np.int64), 'weights': floats(0)}
+
+
+def test_own_weights_of_no_entries():
+    batches = [(no_entries(features), labels) for features, labels in batches_of(*ALL)]
+    batches += batches_of(6)
+    compare(regression(lookup_with_own_weights()), batches, 3, static=False, preprocess=to_sparse)
+
+
+def weights_by_themselves(features):
+    """They have indices of their own, and a use of their own."""
+    own, sparse = features['weights'], features['sparse']
+    filled, is_empty = tf.sparse.fill_empty_rows(own, 0.5)
+    kept = tf.sparse.retain(own, own.values > 1)
+    both = own.values * tf.cast(sparse.values, tf.float32)
+    return (
+        *(both, own.values, own.indices, filled.values, filled.indices, is_empty),
+        *(kept.values, kept.indices, tf.where(own.values > 1, both, own.values)),
+        tf.sparse.to_dense(tf.sparse.reorder(own)),
+        tf.sparse.sparse_dense_matmul(own, floats(COLUMNS, 2)),
+        tf.sparse.sparse_dense_matmul(sparse.with_values(both), floats(COLUMNS, 2)),
+        tf.sparse.sparse_dense_matmul(own.with_values(both), floats(COLUMNS, 2)),
+        tf.reduce_sum(own.values),
+        tf.cumsum(both),
+    )
+
+
+def test_weights_by_themselves(behavior):
+    def model_fn(features, labels, mode):
+        found = {f'part {i}': one for i, one in enumerate(weights_by_themselves(features))}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = batches_of(12, 7, 3, 1) + batches_of(12, 7, in_order=False)
+    for features, _ in batches:
+        order = np.random.RandomState(1).permutation(len(features['ids']))
+        features['indices of weights'] = features['indices'][order]
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    one, ours = [evaluate(model_fn, batches, towers, **options) for towers in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+def test_several_sparse_tensors_entry_by_entry(behavior):
+    """Each is used with the one before."""
+
+    def preprocess(features, labels):
+        made, labels = to_sparse(features, labels)
+        indices = tf.cast(tf.cast(features['indices'], tf.int32), tf.int64)  # the same numbers
+        shape = made['sparse'].dense_shape
+        made['third'] = tf.SparseTensor(indices, features['weights'] ** 2, shape)
+        made['fourth'] = tf.SparseTensor(indices, features['weights'] + 2, shape)
+        return made, labels
+
+    def model_fn(features, labels, mode):
+        second, third, fourth = [features[name].values for name in ('weights', 'third', 'fourth')]
+        both = third * fourth + second * third
+        values = both + tf.cast(features['sparse'].values, tf.float32)
+        weighted = features['sparse'].with_values(values)
+        rows = tf.sparse.sparse_dense_matmul(weighted, table()[:COLUMNS])
+        loss = tf.losses.mean_squared_error(labels, network(rows))
+        return spec_of(mode, loss, OPTIMIZERS['adagrad']().minimize(loss, step()))
+
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=preprocess)
+    assert not types_run_once(ours.graph) & {'Mul', 'AddV2', 'Add', 'SparseTensorDenseMatMul'}
+
+
+def test_two_values_of_an_entry_with_one_of_another(behavior):
+    """Of two sparse tensors, one of which has twice as many entries."""
+
+    def preprocess(features, labels):
+        made, labels = to_sparse(features, labels)
+        indices = tf.repeat(features['indices'], 2, axis=0)
+        values = tf.repeat(features['weights'], 2)
+        made['twice'] = tf.SparseTensor(indices, values, made['sparse'].dense_shape)
+        return made, labels
+
+    def model_fn(features, labels, mode):
+        values = features['weights'].values
+        pairs = tf.reshape(tf.stack([values, 1 - values], 1), [-1])
+        found = {'product': pairs * features['twice'].values}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
+    one, ours = [evaluate(model_fn, batches_of(*ALL), n, **options) for n in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+def test_same_indices(behavior):
+    """Of ids and weights: nobody has to check that they are as many."""
+
+    def preprocess(features, labels):
+        features, labels = to_sparse(features, labels)
+        features['weights'] = features['sparse'].with_values(features['weights'].values)
+        return features, labels
+
+    model_fn = regression(lookup_with_own_weights(), 'adagrad')
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=preprocess)
+    assert not types_run_once(ours.graph) & LOOKUPS
+    checks = [op for op in ours.graph.get_operations() if op.type == 'Assert']
+    assert not any(op.name.startswith('replicate/') for op in checks)
+
+
+# Lookups that give no row for the last examples of a batch if these have no ids.
+
+
+def entry_in_last_row(batches):
+    """Batches whose last example has an id."""
+    for features, _ in batches:
+        features['indices'] = np.concatenate([features['indices'], features['shape'][None] - 1])
+        features['indices of weights'] = features['indices']
+        features['ids'] = np.append(features['ids'], 8)
+        features['weights'] = np.append(features['weights'], np.float32(3))
+    return batches
+
+
+def entries_to_the_middle(batches):
+    """Batches in which no example has an id but in the first half, if any has."""
+    for features, _ in batches:
+        keep = features['indices'][:, 0] < len(features['dense']) // 2
+        for name in ('indices', 'indices of weights', 'ids', 'weights'):
+            features[name] = features[name][keep]
+    return batches
+
+
+def plain_lookup(combiner='mean', weights=False):
+    def lookup(features):
+        own = features['weights']
+        scale = tf.get_variable('scale', [], initializer=tf.ones_initializer())
+        scaled = tf.SparseTensor(own.indices, scale * own.values, own.dense_shape)
+        return tf.nn.embedding_lookup_sparse(
+            table(), features['sparse'], scaled if weights else None, combiner=combiner
+        )
+
+    return lookup
+
+
+@pytest.mark.parametrize('optimizer', ['sgd', 'adagrad'])
+@pytest.mark.parametrize('weights', [False, True])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_plain_lookup(combiner, weights, optimizer, behavior):
+    """Beside labels, of which there are as many as examples."""
+    model_fn = regression(plain_lookup(combiner, weights), optimizer)
+    batches = entry_in_last_row(batches_of(*ALL, 5, 4))
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith('embedding_lookup_sparse') for name in once)
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+@pytest.mark.parametrize('weights', [False, True])
+def test_microbatches_of_plain_lookups(weights, microbatches):
+    model_fn = regression(plain_lookup('mean', weights), 'adagrad')
+    batches = entry_in_last_row(batches_of(*ALL))
+    options = {'static': False, 'preprocess': to_sparse}
+    one = train(model_fn, batches, 0, **options)
+    ours = train(model_fn, batches, 2, values=one.start, microbatches=microbatches, **options)
+    assert_same(ours, one)
+
+
+@pytest.mark.parametrize('row', [-1, 12])
+def test_an_entry_in_no_row_of_a_plain_lookup(row):
+    batches = entry_in_last_row(batches_of(12))
+    batches[0][0]['indices'][-1 if row > 0 else 0, 0] = row
+    for forward in (plain_lookup('sum'), padded_lookup('mean', weights=True)):
+        for towers in (0, 3):
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                train(regression(forward), batches, towers, static=False, preprocess=to_sparse)
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('weights', [False, True])
+def test_plain_lookup_without_ids_of_last_examples(weights, static, behavior):
+    """It's an error on several devices, as on one."""
+    batches = entries_to_the_middle(batches_of(12))
+    model_fn = regression(plain_lookup('mean', weights))
+    options = {'static': static, 'preprocess': to_sparse}
+    compare(model_fn, entry_in_last_row(batches_of(12)), 3, **options)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **options)
+    message = r'last example of a batch needs an entry in feature .+sparse.+ \[6 12\]'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(model_fn, batches, 3, **options)
+
+
+def rows_by_themselves(features):
+    """What becomes of the rows up to the last one with an id, beside nothing of the batch."""
+    sparse = features['sparse']
+    found = []
+    for combiner in ('sum', 'mean'):
+        for weights in (None, features['weights']):
+            with tf.variable_scope(f'{combiner}_{weights is None}'):
+                rows = tf.nn.embedding_lookup_sparse(table(), sparse, weights, combiner=combiner)
+                hidden = tf.tanh(rows @ floats(WIDTH, 3))
+                loss = tf.reduce_mean(hidden**2) + tf.reduce_max(rows)
+                gradients = tf.gradients(loss, tf.trainable_variables()[-1])
+            found += [rows, hidden, tf.shape(rows), loss, tf.cumsum(rows), *gradients]
+            found += [tf.boolean_mask(hidden, hidden[:, 0] > 0), hidden[::-1]]
+    return tf.nest.flatten(found, expand_composites=True)
+
+
+@pytest.mark.parametrize('towers, microbatches', [(2, 1), (3, 1), (5, 1), (2, 2)])
+@pytest.mark.parametrize('kind', ['all', 'half'])
+def test_rows_to_last(kind, towers, microbatches, behavior):
+    def model_fn(features, labels, mode):
+        found = {f'part {i}': one for i, one in enumerate(rows_by_themselves(features))}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = entry_in_last_row(batches_of(*ALL))
+    if kind == 'half':
+        batches = entries_to_the_middle(batches_of(12, 7, 2, 5, 30))
+    batches = [(features, None) for features, _ in batches if len(features['ids'])]
+    values = {'global_step': 0}
+    values |= {
+        f'{combiner}_{none}/table': floats(IDS, WIDTH)
+        for combiner in ('sum', 'mean')
+        for none in (False, True)
+    }
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse, 'values': values}
+    one = evaluate(model_fn, batches, 0, **options)
+    ours = evaluate(model_fn, batches, towers, microbatches=microbatches, **options)
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
+@pytest.mark.parametrize('strategy', ['mod', 'div'])
+def test_plain_lookup_in_parts(strategy):
+    def forward(features):
+        partitioner = tf.fixed_size_partitioner(3)
+        parts = tf.get_variable('table', [IDS, WIDTH], partitioner=partitioner)
+        return tf.nn.embedding_lookup_sparse(
+            list(parts), features['sparse'], features['weights'], strategy, combiner='mean'
+        )
+
+    batches = entry_in_last_row(batches_of(*ALL))
+    model_fn = regression(forward, 'adagrad')
+    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith('embedding_lookup_sparse') for name in once)
+
+
+def missing_rows(features, rows):
+    """How many rows of a lookup are missing behind those that it gives."""
+    return tf.shape(features['dense'])[0] - tf.shape(rows)[0]
+
+
+def padded_lookup(combiner='mean', weights=False):
+    def lookup(features):
+        rows = plain_lookup(combiner, weights)(features)
+        return tf.pad(rows, [[0, missing_rows(features, rows)], [0, 0]])
+
+    return lookup
+
+
+def batches_to_pad():
+    """Batches whose last example has an id, those whose last ones have none, and one without."""
+    batches = entry_in_last_row(batches_of(12, 2, 5)) + entries_to_the_middle(batches_of(30, 7, 5))
+    features, labels = batches_of(6)[0]
+    return [*batches, (no_entries(features), labels), *entries_to_the_middle(batches_of(3))]
+
+
+@pytest.mark.parametrize('weights', [False, True])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_padded_lookup(combiner, weights, behavior):
+    model_fn = regression(padded_lookup(combiner, weights), 'adagrad')
+    ours, _ = compare(model_fn, batches_to_pad(), 4, static=False, preprocess=to_sparse)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith(('embedding_lookup_sparse', 'Pad')) for name in once)
+    assert 'gradients/Pad_grad/Slice_1' not in once
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+@pytest.mark.parametrize('weights', [False, True])
+def test_microbatches_of_padded_lookups(weights, microbatches):
+    model_fn = regression(padded_lookup('mean', weights), 'adagrad')
+    options = {'static': False, 'preprocess': to_sparse}
+    one = train(model_fn, batches_to_pad(), 0, **options)
+    ours = train(
+        model_fn, batches_to_pad(), 2, values=one.start, microbatches=microbatches, **options
+    )
+    assert_same(ours, one)
+
+
+def other_paddings(features):
+    """Of the rows of a lookup, and of all rows; and slices that end where the lookup does."""
+    rows = tf.nn.embedding_lookup_sparse(table(), features['sparse'], None, combiner='sum')
+    more = missing_rows(features, rows)
+    all_rows = tf.nn.safe_embedding_lookup_sparse(tf.global_variables()[-1], features['sparse'])
+    dense = tf.cast(features['dense'], tf.float32)
+    first = dense[:, :WIDTH]
+    count = tf.shape(rows)[0]
+    found = [
+        tf.pad(rows, [[0, more], [0, 0]], constant_values=7),
+        tf.pad(rows, [[0, more], [1, 2]]),
+        tf.pad(rows, [[1, more], [0, 0]]),
+        tf.pad(rows, [[0, 2 * more], [0, 0]]),
+        tf.pad(rows, [[more, 0], [0, 0]]),
+        tf.pad(rows, [[0, more + 1], [0, 0]]),
+        tf.pad(all_rows, [[0, missing_rows(features, all_rows)], [0, 0]]),
+        tf.pad(all_rows, [[0, more], [0, 0]]),
+        tf.pad(dense, [[0, more], [0, 0]]),
+        tf.concat([rows, tf.zeros([more, WIDTH])], 0),
+        tf.concat([rows, tf.zeros([missing_rows(features, all_rows), WIDTH])], 0),
+        tf.slice(first, [0, 0], tf.shape(rows)) * rows,
+        tf.slice(dense, [0, 1], tf.shape(rows)) * rows,
+        tf.slice(dense, [0, 0], [count, 2]),
+        tf.slice(dense, [0, 0], [more, 3]),
+        tf.slice(dense, [count, 0], [more, 3]),
+        tf.slice(dense[::-1], [0, 0], [count, 3]),
+        dense[:count],
+        tf.ones([more, 3]),
+        tf.range(more),
+        tf.reduce_mean(tf.zeros([count, 2]) + rows),
+    ]
+    padded = tf.pad(rows, [[0, more], [0, 0]])
+    return [*found, padded * first, tf.gradients(padded * first, tf.global_variables()[-1])]
+
+
+@pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
+@pytest.mark.parametrize('towers', [2, 4])
+def test_other_paddings(towers, static, behavior):
+    def model_fn(features, labels, mode):
+        found = tf.nest.flatten(other_paddings(features), expand_composites=True)
+        found = {f'part {i}': one for i, one in enumerate(found)}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    def preprocess(features, labels):
+        for name in ('indices', 'indices of weights', 'ids', 'weights'):
+            shape = [None, 2] if 'indices' in name else [None]
+            features[name] = tf.placeholder_with_default(features[name], shape)
+        return to_sparse(features, labels)
+
+    batches = [(features, None) for features, _ in batches_to_pad()]
+    options = {'mode': MODES.PREDICT, 'static': static, 'preprocess': preprocess}
+    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    for batch in batches:
+        given = [batch] if static else batches
+        one, ours = [evaluate(model_fn, given, n, **options) for n in (0, towers)]
+        assert_close(ours.predictions, one.predictions, 1e-5)
+        if not static:
+            break
+
+
+def test_two_plain_lookups(behavior):
+    """Beside each other, and nothing of the batch: both have all rows, or it's an error."""
+
+    def model_fn(features, labels, mode):
+        with tf.variable_scope('other'):
+            other = plain_lookup('sum')(features)
+        both = tf.concat([plain_lookup('mean')({**features, 'sparse': features['own']}), other], 1)
+        return tf.estimator.EstimatorSpec(mode, predictions={'both': tf.tanh(both)})
+
+    def preprocess(features, labels):
+        made, labels = to_sparse(features, labels)
+        made['own'] = tf.SparseTensor(
+            features['indices of weights'], features['ids'] // 2, made['sparse'].dense_shape
+        )
+        return made, labels
+
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
+    names = ['table', 'other/table', 'scale', 'other/scale']
+    options['values'] = {name: np.float32(1) for name in names}
+    options['values'] |= {name: floats(IDS, WIDTH) for name in names[:2]} | {'global_step': 0}
+    batches = entry_in_last_row(batches_of(*ALL))
+    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='last example of a batch needs'):
+        evaluate(model_fn, entries_to_the_middle(batches_of(12)), 3, **options)
+
+
+def test_rows_that_meet_in_a_branch(behavior):
+    """In a step in which there aren't as many of both, it isn't taken."""
+
+    def forward(features):
+        rows, own = plain_lookup('sum')(features), features['weights'].values
+        ids, dense = features['sparse'].values, tf.cast(features['dense'], tf.float32)
+        padded = tf.pad(rows, [[0, missing_rows(features, rows)], [0, 0]])
+        has_all = tf.equal(missing_rows(features, rows), 0)
+        net = tf.cond(has_all, lambda: tf.concat([rows, dense], 1), lambda: 2 * dense)
+        are_as_many = tf.equal(tf.size(ids), tf.size(own))
+        product = lambda: tf.reduce_sum(tf.cast(ids, tf.float32) * own)  # noqa: E731
+        return padded, net[:, :2], tf.cond(are_as_many, product, lambda: -1.0)
+
+    def model_fn(features, labels, mode):
+        found = {f'part {i}': one for i, one in enumerate(forward(features))}
+        found['part 2'] = tf.reshape(found['part 2'], [1])
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
+
+    batches = batches_to_pad()
+    for features, _ in batches[::2]:
+        features['weights'] = np.append(features['weights'], np.float32(1))
+        indices = features['indices of weights']
+        features['indices of weights'] = np.concatenate([indices, [[0, 0]]])
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    options['values'] = {'table': floats(IDS, WIDTH), 'scale': np.float32(1), 'global_step': 0}
+    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
     assert_close(ours.predictions, one.predictions, 1e-5)

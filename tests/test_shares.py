@@ -20,8 +20,9 @@ LEGACY = [
     *('lstm', 'gru', 'fused_block_cell', 'scan', 'while_loop', 'branches', 'functions'),
     *('bidirectional_crf', 'viterbi', 'greedy_decoder', 'deepfm'),
 ]
-# Of those that do more on one device: each example is looked at once, or a memory is looked up.
-LARGEST_SHARES = {'examples_one_by_one': 0.6, 'memory_with_ages': 0.42}
+# Of those that do more on one device: each example is looked at once, or all towers look up rows of
+# its memory, or of its table.
+LARGEST_SHARES = {'examples_one_by_one': 0.6, 'memory_with_ages': 0.42, 'sparse_and_ragged': 0.4}
 # Of batches of 16 examples only.
 ONE_SIZE = ['examples_one_by_one']
 # Of batches of other sizes, down to fewer examples than devices, in either behavior.

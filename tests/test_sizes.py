@@ -9,7 +9,15 @@ from estimator_mgpu.partition.micro_batches.turns import towers_of
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Dim, Entry, RowSpace, Size, Splits
+from estimator_mgpu.partition.sizes import (
+    Dim,
+    Entry,
+    RowSpace,
+    RowsToLast,
+    Size,
+    Splits,
+    UnknownSize,
+)
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
 from models import batches, floats, of_all_modes, spec_of, weights
@@ -203,6 +211,18 @@ def test_dims(make, expected):
 def test_symbols_of_different_kinds_differ():
     assert Dim('x:0', 0) != Entry('x:0', 0)
     assert Size(2, (Splits(ROWS),)) != Size(2, (ROWS,))
+
+
+def test_examples_behind_the_last_one_with_an_entry():
+    to_last = RowsToLast('indices', None, ROWS)
+    rows, first = Size(1, (ROWS,)), Size(1, (to_last,))
+    assert rows + first * Size(-1) == Size(1, (to_last.behind,))
+    assert rows + rows * Size(-1) == Size(0)
+    others = RowsToLast('indices', None, RowSpace('others', None))
+    twice, of_others = Size(2, (ROWS,)), Size(1, (others,))
+    for minuend, subtrahend in ((twice, first), (rows, first * first), (rows, of_others)):
+        with pytest.raises(UnknownSize):
+            minuend + subtrahend * Size(-1)
 
 
 def test_what_has_no_entries_has_no_rows():

@@ -97,6 +97,13 @@ class Reduced(NamedTuple):
     rows: RowSpace
 
 
+class Padding(NamedTuple):
+    """Zeros behind the rows that a copy gives, of which the last one is the last with an entry."""
+
+    rows: RowSpace  # what rows there are with the zeros: `RowsToLast`, or all of the batch's
+    indices: str  # the name of the tensor with the indices of the entries
+
+
 class LocalRange(NamedTuple):
     """The numbers from 0 on, one for each entry that the tower's rows have."""
 
@@ -189,6 +196,8 @@ class OpPlan(NamedTuple):
     functions: Sequence[dict[str, OpPlan]] = ()
     # Of an `Enter` or a `LoopCond`: whether all towers make each step of the loop together.
     is_joint: bool = False
+    # What is put behind the rows of the output.
+    padding: Padding | None = None
 
 
 class Decision(NamedTuple):
@@ -231,5 +240,7 @@ class Plan(NamedTuple):
     # What towers have of the indices and values of the batch's sparse tensors, and of the values of
     # its ragged ones, by name.
     entries: Mapping[str, SparseRows | RaggedRows] = {}
+    # The names of those values that towers have where the entries of another sparse tensor are.
+    joined: Set[str] = frozenset()
     # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
     in_loops: Mapping[str, Placement] = {}

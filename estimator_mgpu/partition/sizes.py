@@ -51,10 +51,9 @@ class SelectedRows(RowSpace):
 class Entries(SelectedRows):
     """The entries of a sparse tensor of the batch, in any order.
 
-    Each tower has those of its examples, in the same order.
+    Each tower has those of its examples, in the same order. They start with the indices, which say
+    in which row each entry is.
     """
-
-    indices: str = ''  # the name of the tensor that says in which row each entry is
 
     @property
     def is_ordered(self) -> bool:
@@ -63,11 +62,31 @@ class Entries(SelectedRows):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class RowsToLast(SelectedRows):
+    """The examples up to the last one that has an entry: sums of entries by their rows end there.
+
+    They start with the indices of the entries. A tower has those of its examples that are among
+    them: all of its examples, if a later tower has an entry.
+    """
+
+    @functools.cached_property
+    def behind(self) -> RowsBehind:
+        """The other examples, which come behind these."""
+        return RowsBehind(self.name, None, self.origin)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowsBehind(SelectedRows):
+    """The examples behind the last one that has an entry."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class UniqueRows(SelectedRows):
     """Different ids, such as those that are looked up in a table.
 
     Each tower has a set of its own ids, and several towers may have the same id. The union of their
-    sets is that of the global batch: its ids are in the order in which they come first.
+    sets is that of the global batch: its ids are in the order in which they come first. They are
+    `picked_from` entries if these are in any order.
     """
 
     is_sorted: bool = False  # whether they are in ascending order instead
@@ -150,7 +169,8 @@ class Size:
 
     def __add__(self, other: Size) -> Size:
         if self.symbols == other.symbols:
-            return Size(self.number + other.number, self.symbols)
+            number = self.number + other.number
+            return Size(number, self.symbols if number else ())
         if self.number == 0:
             return other
         if other.number == 0:
@@ -159,6 +179,10 @@ class Size:
             [symbol] = self.symbols
             if isinstance(symbol, Splits):
                 return full_size(symbol.rows)
+        if other.number == -1 and isinstance(other.rows, RowsToLast):
+            to_last = other.rows
+            if len(other.symbols) == 1 and self.same_as(full_size(to_last.origin)):
+                return full_size(to_last.behind)
         raise UnknownSize(f'{self} + {other} is not a product')
 
     def __floordiv__(self, other: Size) -> Size:

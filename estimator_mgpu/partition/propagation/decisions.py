@@ -46,6 +46,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded, failure, signatu
 from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
 from estimator_mgpu.tf_internals import op_types
 
+_BY_PLACEMENTS = OF_PLACEMENTS | set(entries.OF_FIRST_ROWS)
 _SIZE_TYPES = frozenset((tf.int32, tf.int64))
 
 
@@ -132,7 +133,7 @@ def _keeps_order(decision: Decision) -> bool:
 def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
     op_type = op.type
     has_counted = any(isinstance(placement, CountedByTower) for placement in placements)
-    if op_type in OF_PLACEMENTS or has_counted:
+    if has_counted or op_type in _BY_PLACEMENTS:
         decision = None
         if not scope.in_function:  # Functions have sizes of their own, the same for each call.
             decision = selections.decide(op, placements, scope.sizes) or entries.decide(

@@ -33,6 +33,7 @@ from estimator_mgpu.partition.propagation.decisions import decide, pass_on, pass
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
+from estimator_mgpu.partition.rules.entries import key_of_sums
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.rules.row_lengths import of_splits
 from estimator_mgpu.partition.size_inference import Sizes
@@ -89,7 +90,9 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    # Each pass but the last adds to `reduced` or `run_once`, which never lose anything: so it ends.
+    same_entries: dict[str, str] = {}
+    all_rows: set[str] = set()
+    # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(
             batch,
@@ -97,6 +100,8 @@ def propagate(
             Sizes(),
             reduced=reduced,
             run_once=run_once,
+            same_entries=same_entries,
+            all_rows=all_rows,
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
@@ -107,17 +112,23 @@ def propagate(
                 entries.update(_begin_entries(scope, tensor))
             if isinstance(tensor, tf.RaggedTensor):
                 entries.update(_begin_ragged(scope, tensor))
+        joined = _join_entries(scope, unsharded)
+        entries.update(joined)
+        for indices in all_rows:
+            scope.sizes.same_for(key_of_sums(indices), batch)
 
+        count_of_same = scope.count_of_same_rows
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
             if op.name not in unused:
                 graph_pass.visit(op)
 
-        if graph_pass.is_last:
+        if graph_pass.is_last and scope.count_of_same_rows == count_of_same:
             return Plan(
                 rows=batch,
                 sources=sources,
                 entries=entries,
+                joined=joined.keys(),
                 order=[op for unit in order for op in _boundary(unit)],
                 ops=scope.ops,
                 placements=scope.placements,
@@ -187,17 +198,42 @@ def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRow
     indices, values = tensor.indices, tensor.values
     shape = scope.sizes.entries(tensor.dense_shape)
     columns = indices.shape.as_list()[1] if indices.shape.rank == 2 else None
-    is_given = any(part.name in scope.placements for part in (indices, values))
-    if not shape or columns != len(shape) or values.shape.rank != 1 or is_given:
+    if not shape or columns != len(shape) or values.shape.rank != 1:
         return {}
-    rows = Entries(values.name, None, scope.batch, indices=indices.name)
-    scope.placements[indices.name] = Positions(rows, (), scope.batch, ONE)
-    scope.placements[values.name] = Shard(0, rows)
-    count = full_size(rows)
-    scope.sizes.set_dims(indices, [count, Size(columns)])
-    scope.sizes.set_dims(values, [count])
+    rows = Entries(indices.name, None, scope.batch)
+    # Another sparse tensor may have the same indices.
+    positions = scope.placements.get(indices.name, Positions(rows, (), scope.batch, ONE))
+    if not isinstance(positions, Positions) or values.name in scope.placements:
+        return {}
+    scope.placements[indices.name] = positions
+    scope.placements[values.name] = positions.shard
+    scope.sizes.set_dims(indices, [positions.count, Size(columns)])
+    scope.sizes.set_dims(values, [positions.count])
     need = SparseRows(indices.name, scope.batch, ONE)
     return {indices.name: need, values.name: need}
+
+
+def _join_entries(
+    scope: Scope, unsharded: Sequence[tf.Tensor | tf.SparseTensor | tf.RaggedTensor]
+) -> dict[str, SparseRows]:
+    """Lets towers have values, such as weights, where the entries of another sparse tensor are.
+
+    Ops that use both one by one, by their places, have as many of both, or fail. The indices of the
+    values don't matter to them.
+
+    Returns:
+      By name, what towers take of such values.
+    """
+    joined: dict[str, SparseRows] = {}
+    for tensor in unsharded:
+        if isinstance(tensor, tf.SparseTensor) and tensor.indices.name in scope.same_entries:
+            name = scope.whose_entries(tensor.indices.name)
+            positions = scope.placements[name]
+            assert isinstance(positions, Positions)
+            scope.placements[tensor.values.name] = positions.shard
+            scope.sizes.set_dims(tensor.values, [positions.count])
+            joined[tensor.values.name] = SparseRows(name, scope.batch, ONE)
+    return joined
 
 
 def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows]:

@@ -261,7 +261,18 @@ class Match:
         factor = self._sizes.per_row(tensor, axis, way.rows) or way.factor
         if placement == way.shard(axis, factor):
             return LOCAL
+        self._note_same_rows(tensor, axis, placement, way)
         return self._need_of_full(tensor, axis, way)
+
+    def _note_same_rows(self, tensor: tf.Tensor, axis: int, placement: Placement, way: Way) -> None:
+        """Notes that the rows of an input are used one by one with those of another row space.
+
+        The op fails unless there are as many of both, or broadcasts one of them.
+        """
+        if not isinstance(placement, Shard) or placement.axis != axis:
+            return
+        if self._sizes.per_row(tensor, axis, placement.rows) == way.factor:
+            self._scope.note_same_rows(way.rows, placement.rows)
 
     def _need_of_entries(self, operand: EntriesOf, placement: Placement, way: Way) -> Need | None:
         """The form of a sparse tensor's indices or values."""

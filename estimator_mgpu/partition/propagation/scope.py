@@ -20,7 +20,7 @@ from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
 from estimator_mgpu.partition.rules import handles, lists
 from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.partition.sizes import Entries, RowSpace, RowsToLast
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
@@ -52,6 +52,10 @@ class Scope:
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
       run_once: ops that have to run once, as other ops need all of their lists. By the name of such
         an op, why the others do, by their names.
+      same_entries: sparse tensors of the batch that are used entry by entry with another one, as
+        weights are with their ids. By the name of a tensor's indices, that of the other's.
+      all_rows: those whose sums are used one by one with the examples, and so are as many, by the
+        names of their indices.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -67,6 +71,8 @@ class Scope:
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
     run_once: dict[str, dict[str, str]] = field(default_factory=dict)
+    same_entries: dict[str, str] = field(default_factory=dict)
+    all_rows: set[str] = field(default_factory=set)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -76,6 +82,34 @@ class Scope:
         """The placement that the tensor has for the ops that use it."""
         name = tensor.name
         return REPLICATE if name in self.reduced else self.placements.get(name, REPLICATE)
+
+    def whose_entries(self, indices: str) -> str:
+        """Whose entries a sparse tensor of the batch has; both are named by their indices."""
+        while indices in self.same_entries:
+            indices = self.same_entries[indices]
+        return indices
+
+    def note_same_rows(self, rows: RowSpace, others: RowSpace) -> None:
+        """Notes that an op uses the rows of two row spaces one by one: then they become one.
+
+        That's so from the next pass on. Of the entries of two sparse tensors of the batch, towers
+        then have the latter's values where the former's entries are. Sums of entries are then those
+        of all examples. A step fails if there aren't as many of both.
+        """
+        if isinstance(rows, Entries) and isinstance(others, Entries):
+            first = self.whose_entries(rows.name)
+            second = self.whose_entries(others.name)
+            if first != second:
+                self.same_entries[second] = first
+
+        of_sums = {one.name for one in (rows, others) if isinstance(one, RowsToLast)}
+        if len(of_sums) == 2 or self.batch in (rows, others):
+            self.all_rows.update(of_sums)
+
+    @property
+    def count_of_same_rows(self) -> int:
+        """How many row spaces are noted to be the same as others."""
+        return len(self.same_entries) + len(self.all_rows)
 
     def is_reduced(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is a partial result of towers that is reduced where it's made."""

@@ -41,17 +41,20 @@ from estimator_mgpu.partition.plan import (
     LocalShape,
     Need,
     OpPlan,
+    Padding,
     Slice,
     local_shape_of,
 )
 from estimator_mgpu.partition.rules import ragged
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import of_positions
+from estimator_mgpu.partition.rules.selections import of_positions, of_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
+    Entries,
     Largest,
     RowSpace,
+    RowsToLast,
     SelectedRows,
     Size,
     UniqueRows,
@@ -65,6 +68,7 @@ _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 
 _SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
 _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
+_SUMS = ('SegmentSum', *_SPARSE)  # They are zero for a row without entries.
 SUMS_BY_ID = ('UnsortedSegmentSum', *_GRADIENTS, *_SPARSE_GRADIENTS)
 """Types of ops of which towers may have partial sums by id."""
 
@@ -251,9 +255,9 @@ def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     """`SegmentSum` and the like: entries, and the row of each of them."""
     placement, positions = placements
     dims = sizes.dims(op.inputs[0])
-    if not isinstance(positions, Positions) or not positions.fill_rows or not dims:
+    if not isinstance(positions, Positions) or not dims:
         return None
-    return _summed(positions, (of_positions(positions, placement), LOCAL), dims)
+    return _summed_to_last(op, positions, (of_positions(positions, placement), LOCAL), dims, sizes)
 
 
 def _sparse_segments(
@@ -272,7 +276,7 @@ def _sparse_segments(
         return None
     needs = (*data_and_ids, LOCAL)
     if len(op.inputs) == 3:
-        return _summed(positions, needs, dims) if positions.fill_rows else None
+        return _summed_to_last(op, positions, needs, dims, sizes)
 
     count = sizes.entries(op.inputs[3])
     if not count or not count[0].same_as(positions.total):
@@ -291,10 +295,72 @@ def _data_and_ids(
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
 
 
+def _summed_to_last(
+    op: tf.Operation,
+    positions: Positions,
+    needs: tuple[Need, ...],
+    data_dims: Sequence[Size],
+    sizes: Sizes,
+) -> Decision | None:
+    """A decision for sums of entries by their rows, up to the last row with an entry.
+
+    A tower's sums end with its own last row with an entry. Behind these it puts zeros, the sums of
+    rows without entries.
+    """
+    if positions.fill_rows:
+        return _summed(positions, needs, data_dims)
+    entries = positions.selection
+    if not isinstance(entries, Entries) or op.type not in _SUMS:
+        return None
+    if positions.rows is not entries.origin or positions.total != full_size(entries.origin):
+        return None
+    to_last: RowSpace = RowsToLast(entries.name, None, entries.origin)
+    rows = sizes.same_for(key_of_sums(entries.name), to_last)
+    plan = OpPlan(needs, padding=Padding(rows, entries.name))
+    return Decision(plan, [Shard(0, rows)], [[full_size(rows), *data_dims[1:]]])
+
+
+def key_of_sums(indices: str) -> tuple[str, str]:
+    """What says which rows sums of entries have, by the indices of the sparse tensor."""
+    return 'sums', indices
+
+
 def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
     """A decision for sums of entries by their rows."""
     dims = [positions.total, *data_dims[1:]]
     return Decision(OpPlan(needs), [Shard(0, positions.rows)], [dims])
+
+
+def _pad(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Pad` of the rows up to the last one with an entry: a tower puts its others behind them."""
+    rows = rows_of(placements[0])
+    dims = sizes.dims(op.inputs[0])
+    paddings = sizes.entries(op.inputs[1])  # two numbers a dimension
+    if not isinstance(rows, RowsToLast) or not dims or not paddings:
+        return None
+    is_of_rows = placements[0] == Shard(0, rows) and dims[0] == full_size(rows)
+    fills_up = paddings == [Size(0), full_size(rows.behind), *[Size(0)] * (len(paddings) - 2)]
+    if not is_of_rows or not fills_up or not op.inputs[1].shape.is_fully_defined():
+        return None
+    local = LocalShape(tuple(paddings), 1, rows.behind)
+    plan = OpPlan((LOCAL, local, *[FULL] * (len(op.inputs) - 2)))
+    return Decision(plan, [Shard(0, rows.origin)], [[full_size(rows.origin), *dims[1:]]])
+
+
+def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Slice` of all rows, up to the last one with an entry, as in the gradient of `Pad`."""
+    dims = sizes.dims(op.inputs[0])
+    size = sizes.entries(op.inputs[2])
+    rows = size[0].rows if size else None
+    if not isinstance(rows, RowsToLast) or not dims or not size:
+        return None
+    if placements[0] != Shard(0, rows.origin) or dims[0] != full_size(rows.origin):
+        return None
+    takes_first = sizes.numbers(op.inputs[1]) == [0] * len(size) and size[0] == full_size(rows)
+    if not takes_first or not all(map(Size.same_as, size[1:], dims[1:])):
+        return None
+    plan = OpPlan((LOCAL, FULL, LocalShape(tuple(size), 0, rows)))
+    return Decision(plan, [Shard(0, rows)], [size])
 
 
 # Different ids.
@@ -303,11 +369,12 @@ def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[S
 def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`Unique`: of the ids of entries, those that are different, and the place of each."""
     rows = rows_of(placements[0])
-    if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows) or not rows.is_ordered:
+    if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows):
         return None
     if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
         return None  # Each entry has one id.
-    ids = UniqueRows(op.outputs[0].name, None, rows.origin)
+    picked_from = None if rows.is_ordered else rows
+    ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
     dims = [[full_size(ids)], [full_size(rows)]]
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 
@@ -349,7 +416,7 @@ def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
     dims = sizes.dims(op.inputs[0])
     if not isinstance(places, PlacesOfIds) or not isinstance(positions, Positions) or not dims:
         return None
-    gradient = _of_rows(positions, placements[0], dims)
+    gradient = of_rows(positions, placements[0], dims[0])
     count = _count_of_ids(places.ids, op.inputs[3], sizes)
     if gradient is None or count is None or Shard(0, places.rows) != positions.shard:
         return None
@@ -364,7 +431,7 @@ def _sparse_gradient(
     dims = sizes.dims(op.inputs[0])
     if not isinstance(positions, Positions) or ids != positions.shard or not dims:
         return None
-    gradient = _of_rows(positions, placements[0], dims)
+    gradient = of_rows(positions, placements[0], dims[0])
     if gradient is None:
         return None
     origin = origin_of(positions.rows)
@@ -390,15 +457,6 @@ def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[
 # Forms.
 
 
-def _of_rows(positions: Positions, placement: Placement, dims: Sequence[Size]) -> Need | None:
-    """The form of what has a row for each at which entries may be; None if it hasn't."""
-    if not dims[0].same_as(positions.total):
-        return None
-    if placement == Shard(0, positions.rows):
-        return LOCAL
-    return Slice(0, positions.rows, positions.factor)
-
-
 def _local_shape(entries: Sequence[Size], rows: RowSpace) -> LocalShape | None:
     """The form of a sparse tensor's shape; None if its first entry has no rows, or others have."""
     if any(rows in size.symbols for size in entries[1:]):
@@ -416,9 +474,15 @@ _RULES = {
     'Unique': _unique,
     'GatherV2': _gather,
     'UnsortedSegmentSum': _gradient_of_gather,
+    'Pad': _pad,
+    'PadV2': _pad,
+    'Slice': _slice,
     **ragged.RULES,
     **dict.fromkeys(_GRADIENTS, _gradient),
     **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
 }
-TYPES = tuple(set(_RULES) - {'StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum'})
+OF_FIRST_ROWS = ('Pad', 'PadV2', 'Slice')
+"""Types of ops that may be sharded by these rules, whatever they are given."""
+_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum')
+TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *OF_FIRST_ROWS})
 """Types of ops that are sharded by these rules, or run once."""

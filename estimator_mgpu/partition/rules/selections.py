@@ -68,6 +68,7 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
     RowSpace,
+    RowsToLast,
     SelectedRows,
     Size,
     UniqueRows,
@@ -144,6 +145,9 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     factor = sizes.per_row(which, 0, rows)
     if factor is None:
         return None
+    has_order = is_ordered(rows) or isinstance(rows, UniqueRows)
+    if not has_order and (factor != ONE or not is_range(data, sizes)):
+        return None  # Which rows are selected, and so their order among all, only positions tell.
 
     key = which.name, op.type, len(op.outputs)
     selections = sizes.selections(key, op.outputs, rows)
@@ -354,11 +358,12 @@ def _taken(
     dims = sizes.dims(rows)
     if not isinstance(positions, Positions) or not dims:
         return None
-    if not dims[0].same_as(positions.total):
+    need = of_rows(positions, placement, dims[0])
+    if need is None:
         return None
-    need: Form | Slice = LOCAL
     taken: Placement = positions.shard
     if isinstance(placement, Positions) and placement.shard == Shard(0, positions.rows):
+        need = LOCAL
         taken = dataclasses.replace(
             positions,
             selections=(),
@@ -368,14 +373,11 @@ def _taken(
         )
     elif isinstance(positions.rows, UniqueRows) and placement != Shard(0, positions.rows):
         return None
-    else:
-        if placement != Shard(0, positions.rows):
-            need = Slice(0, positions.rows, positions.factor)
-        if _are_numbers_of_rows(rows, positions.rows, sizes):
-            taken = dataclasses.replace(positions, selections=(), factor=ONE, fill_rows=False)
-            counted = CountedFromFirst(need, positions.rows, ONE)
-            plan = OpPlan((counted, LOCAL, *more_needs))
-            return Decision(plan, [taken], [[positions.count]])
+    elif _are_numbers_of_rows(rows, positions.rows, sizes):
+        taken = dataclasses.replace(positions, selections=(), factor=ONE, fill_rows=False)
+        counted = CountedFromFirst(need, positions.rows, ONE)
+        plan = OpPlan((counted, LOCAL, *more_needs))
+        return Decision(plan, [taken], [[positions.count]])
     selection_dims = [positions.count, *dims[named:]]
     return Decision(OpPlan((need, LOCAL, *more_needs)), [taken], [selection_dims])
 
@@ -442,6 +444,26 @@ def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) 
     # There are as many rows as positions, or the op fails.
     local_shape = LocalShape(tuple(dims), 0, positions.rows)
     return _PutBack(of_positions(positions, placement), local_shape, Shard(0, positions.rows))
+
+
+def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | Slice | None:
+    """The form of what has a row for each at which entries may be; None if it hasn't.
+
+    Args:
+      positions: those of the entries.
+      placement: of the tensor with the rows.
+      count: how many rows it has.
+    """
+    rows, factor = positions.rows, positions.factor
+    to_last = count.rows
+    if isinstance(to_last, RowsToLast) and rows is to_last.origin and factor == ONE:
+        # Behind these, there are no entries.
+        if positions.selection.name != to_last.name or count != full_size(to_last):
+            return None
+        rows = to_last
+    elif not count.same_as(positions.total):
+        return None
+    return LOCAL if placement == Shard(0, rows) else Slice(0, rows, factor)
 
 
 def of_positions(positions: Positions, placement: Placement) -> Need:

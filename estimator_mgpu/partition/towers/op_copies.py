@@ -235,7 +235,12 @@ class Copies:
         if isinstance(need, LocalShape) and len(need.entries) > 1:
             is_scalar = False  # It may take the place of a -1, which asks for any shape.
         sizes = shards.local_sizes(need, tower, is_scalar, dtype)
-        return self._nodes.tensor(sizes, dtype, dtype)
+        vector = self._nodes.tensor(sizes, dtype, dtype)
+        if tensor.shape.rank != 2:
+            return vector
+        types = {'T': dtype, 'Tshape': tf.int32}
+        shape = tensor.shape.as_list()  # A matrix of paddings, say.
+        return self._nodes.add('Reshape', [vector, shape], self._nodes.host, **types)
 
     def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:
         """The numbers of the entries that a tower's rows have."""

@@ -77,6 +77,55 @@ def take(
     return nodes.add('GatherV2', [full, entries, axis], device, **types)
 
 
+def with_same_count(
+    values: tf.Tensor, indices: tf.Tensor, title_of_indices: str, title_of_values: str
+) -> tf.Tensor:
+    """The values, which fail unless there are as many as indices of another sparse tensor.
+
+    Args:
+      values: of a sparse tensor, a vector.
+      indices: of another one, with which the values are used entry by entry.
+      title_of_indices: what a message calls the tensor of the indices.
+      title_of_values: what it calls that of the values.
+    """
+    counts = tf.stack([tf.shape(indices)[0], tf.size(values)])
+    message = (
+        'two sparse tensors that are used entry by entry, as ids and their weights are, must have '
+        'the same number of entries: let the input_fn give one weight for each id, in the order of '
+        f'the ids. The numbers of entries of {title_of_indices}, {title_of_values} are'
+    )
+    same = tf.equal(counts[0], counts[1])
+    check = tf.raw_ops.Assert(condition=same, data=[message, counts], summarize=2)
+    with tf.control_dependencies([check]):
+        return tf.identity(values)
+
+
+def count_to_last(indices: tf.Tensor) -> tf.Tensor:
+    """How many rows there are up to the last one with an entry: an int32 scalar."""
+    rows = tf.concat([indices[:, 0], [-1]], 0)
+    return tf.cast(tf.reduce_max(rows) + 1, tf.int32)
+
+
+def sure_of_all(count: tf.Tensor, total: tf.Tensor | int, title: str) -> tf.Tensor:
+    """The number of rows up to the last one with an entry, which fails unless it's that of all.
+
+    Args:
+      count: that number, an int32 scalar.
+      total: how many examples there are.
+      title: what a message calls the sparse tensor.
+    """
+    message = (
+        f'the last example of a batch needs an entry in {title}, or the sums of entries end with '
+        'the last one that has any, and are fewer than the examples with which they are used. Use '
+        'tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse. The numbers '
+        'of sums, examples are'
+    )
+    data = [message, tf.stack([count, total])]
+    check = tf.raw_ops.Assert(condition=tf.equal(count, total), data=data, summarize=2)
+    with tf.control_dependencies([check]):
+        return tf.identity(count)
+
+
 def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str:
     """Where each of different numbers is, the smallest one first: an int32 vector."""
     negative = nodes.add('Neg', [numbers], device, T=dtype)

@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import parts_of
+from estimator_mgpu.batches.batch import parts_of, title
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
@@ -23,6 +23,7 @@ from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Sha
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
+    Padding,
     RaggedRows,
     Reduced,
     Slice,
@@ -34,7 +35,9 @@ from estimator_mgpu.partition.sizes import (
     Entries,
     Largest,
     LongestRow,
+    RowsBehind,
     RowSpace,
+    RowsToLast,
     SelectedRows,
     Size,
     Splits,
@@ -82,6 +85,7 @@ class Values:
         self.origins = origins
         self._graph = division.graph
         self._plan = plan
+        self._leaves = division.batch.leaves
         self._towers = towers
         self._nodes = nodes
         self._order = division.order
@@ -93,6 +97,13 @@ class Values:
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
+        # By the names of ops, what is put behind the rows of their copies.
+        self._paddings = {
+            name: op_plan.padding for name, op_plan in plan.ops.items() if op_plan.padding
+        }
+        self._counts_to_last: dict[tuple[str, bool], str] = {}
+        # Values of sparse tensors that fail if they are too many, or too few, by their names.
+        self._sure_values: dict[str, str] = {}
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
@@ -127,13 +138,65 @@ class Values:
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         if tensor.name not in self.origins.sources:
-            return f'{self.copy_name(tensor.op.name, tower)}:{tensor.value_index}'
+            op_name = tensor.op.name
+            copy = f'{self.copy_name(op_name, tower)}:{tensor.value_index}'
+            if op_name in self._paddings:
+                return self._padded(tensor, copy, self._paddings[op_name], tower)
+            return copy
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
             return self.entries(tensor, self._plan.entries[tensor.name], tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
+
+    def _padded(self, tensor: tf.Tensor, copy: str, padding: Padding, tower: Tower) -> str:
+        """What a tower's copy of an op gives, with zeros behind it."""
+        device, host = tower.device, host_of(tower.device)
+        dtype = tensor.dtype.base_dtype
+        must_be_all = not isinstance(padding.rows, RowsToLast)
+        size = self._size_to_last(padding.indices, must_be_all, tower)
+
+        shape = self._nodes.add('Shape', [copy], device, T=dtype, out_type=tf.int32)
+        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
+        count = self._nodes.add('Gather', [shape, 0], host, **types)
+        zeros = self._nodes.add('Sub', [size, count], host, T=tf.int32)
+        rank = len(self._plan.sizes.dims(tensor) or [])
+        vector = self._nodes.tensor([0, zeros, *[0, 0] * (rank - 1)])
+        types = {'T': tf.int32, 'Tshape': tf.int32}
+        paddings = self._nodes.add('Reshape', [vector, [rank, 2]], host, **types)
+        return self._nodes.add('Pad', [copy, paddings], device, T=dtype, Tpaddings=tf.int32)
+
+    def _size_to_last(self, indices_name: str, must_be_all: bool, tower: Tower) -> str:
+        """How many of a tower's rows come up to the last one with an entry: an int32 scalar."""
+        nodes = self._nodes
+        start, size = self.batch_shards.extent(ONE, tower)
+        total = self._count_to_last(indices_name, must_be_all)
+        count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
+        count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
+        return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
+
+    def _size_behind(self, indices_name: str, tower: Tower) -> str:
+        """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
+        _, size = self.batch_shards.extent(ONE, tower)
+        both = [self._nodes.scalar(size, tf.int32), self._size_to_last(indices_name, False, tower)]
+        return self._nodes.add('Sub', both, self._nodes.host, T=tf.int32)
+
+    def _count_to_last(self, indices_name: str, must_be_all: bool) -> str:
+        """How many rows come up to the last one with an entry; if they must be all, they are."""
+        key = indices_name, must_be_all
+        if key not in self._counts_to_last:
+            indices = self._graph.get_tensor_by_name(indices_name)
+            with self._nodes.at_once(self.origins.device_of_full(indices), indices.op):
+                count = sparse_rows.count_to_last(indices)
+                if must_be_all:
+                    total = self.batch_shards.total
+                    if isinstance(total, str):
+                        total = self._graph.get_tensor_by_name(total)
+                    [title_of_indices] = self._titles_of_entries(indices)
+                    count = sparse_rows.sure_of_all(count, total, title_of_indices)
+                self._counts_to_last[key] = count.name
+        return self._counts_to_last[key]
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""
@@ -183,7 +246,10 @@ class Values:
         positions = self._positions_of_entries(need, tower)
         device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
-        taken = sparse_rows.take(self._nodes, self.full(tensor), dtype, positions, device)
+        full = self.full(tensor)
+        if isinstance(need, SparseRows) and tensor.name in self._plan.joined:
+            full = self._sure_of_entries(tensor, need.indices)
+        taken = sparse_rows.take(self._nodes, full, dtype, positions, device)
         if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
         shards = self.shards_of(need.rows)
@@ -191,6 +257,28 @@ class Values:
         return sparse_rows.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
+
+    def _sure_of_entries(self, values: tf.Tensor, indices_name: str) -> str:
+        """Values that are used where other indices are, of which there have to be as many.
+
+        Ops that use both one by one would fail otherwise. But towers would leave out values that
+        are too many, and none of their ops would fail.
+        """
+        if values.name not in self._sure_values:
+            indices = self._graph.get_tensor_by_name(indices_name)
+            with self._nodes.at_once(self.origins.device_of_full(values), values.op):
+                self._sure_values[values.name] = sparse_rows.with_same_count(
+                    values, indices, *self._titles_of_entries(indices, values)
+                ).name
+        return self._sure_values[values.name]
+
+    def _titles_of_entries(self, *parts: tf.Tensor) -> list[str]:
+        """What messages call the sparse tensors of the batch that have these parts."""
+        titles = {}
+        for path, leaf in self._leaves.items():
+            if isinstance(leaf, tf.SparseTensor):
+                titles.update({leaf.indices.name: title(path), leaf.values.name: title(path)})
+        return [titles[part.name] for part in parts]
 
     def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """Which entries, or values, are a tower's: their positions among all, a vector."""
@@ -234,7 +322,7 @@ class Values:
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
         """Where a tower's rows are among all of a selection, if these may be in any order."""
         if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.indices], tower)
+            return self._positions_of_entries(self._plan.entries[rows.name], tower)
         host = self._nodes.host
         order = self._order_of_entries(rows, host)
         ranks = self._nodes.add('InvertPermutation', [order], host, T=tf.int32)
@@ -251,7 +339,7 @@ class Values:
     def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
         """The number of each of a tower's rows: in the batch, a row comes after smaller ones."""
         if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.indices], tower)
+            return self._positions_of_entries(self._plan.entries[rows.name], tower)
         assert rows.picked_from is not None
         numbers = self._numbers(rows.picked_from, tower)
         picked = self._graph.get_tensor_by_name(rows.name)
@@ -322,8 +410,14 @@ class Values:
     def _shards_of_selection(self, rows: SelectedRows) -> Shards:
         """The shards of a selection, of which each tower has the rows that it has picked."""
         selection = self._graph.get_tensor_by_name(rows.name)
-        first_dim = Dim(selection.name, 0)
-        sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
+        sizes: list[Number]
+        if isinstance(rows, RowsToLast):
+            sizes = [self._size_to_last(rows.name, False, tower) for tower in self._towers]
+        elif isinstance(rows, RowsBehind):
+            sizes = [self._size_behind(rows.name, tower) for tower in self._towers]
+        else:
+            first_dim = Dim(selection.name, 0)
+            sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
         origin = self.shards_of(rows.origin)
         shards = SelectionShards(rows, sizes, origin, self._symbol_value)
         if isinstance(rows, UniqueRows):
@@ -416,12 +510,38 @@ class Values:
         origin = self.shards_of(rows.origin)
         ids = self._graph.get_tensor_by_name(rows.name)
         ids_of_towers = [self.local(ids, tower) for tower in self._towers]
-        merged = unique_ids.merge(origin, ids_of_towers, ids.dtype, rows.is_sorted, device)
+        merged = unique_ids.merge(
+            origin, ids_of_towers, ids.dtype, rows.is_sorted, self._first_entries(rows, ids), device
+        )
         if tensor.name == rows.name:
             return {tensor.name: merged.ids}
         dtype = tensor.dtype.base_dtype
         combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
         return {tensor.name: combine(origin, merged, values, dtype, device)}
+
+    def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
+        """For each tower, with which entry of the batch each of its different ids comes first.
+
+        [] if entries are in the order of the rows: then those of a tower come before the next's.
+        """
+        if rows.picked_from is None:
+            return []
+        _, places = ids.op.outputs
+        firsts = []
+        for tower in self._towers:
+            types = {'T': ids.dtype, 'out_type': tf.int32}
+            count = self._nodes.add('Size', [self.local(ids, tower)], tower.device, **types)
+            firsts.append(
+                unique_ids.first_entries(
+                    self._nodes,
+                    self.local(places, tower),
+                    places.dtype,
+                    self._numbers(rows.picked_from, tower),
+                    count,
+                    tower.device,
+                )
+            )
+        return firsts
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.
