@@ -1029,31 +1029,63 @@ def test_other_paddings(towers, static, behavior):
             break
 
 
+def two_plain_lookups(features):
+    with tf.variable_scope('other'):
+        other = plain_lookup('sum')(features)
+    return tf.concat([plain_lookup('mean')({**features, 'sparse': features['own']}), other], 1)
+
+
+def with_own_ids(features, labels):
+    made, labels = to_sparse(features, labels)
+    own = features['indices of weights'], tf.cast(features['weights'], tf.int64) % IDS
+    made['own'] = tf.SparseTensor(*own, made['sparse'].dense_shape)
+    return made, labels
+
+
 def test_two_plain_lookups(behavior):
-    """Beside each other, and nothing of the batch: both have all rows, or it's an error."""
+    """Beside each other, and nothing of the batch: both have as many rows, or it's an error."""
 
     def model_fn(features, labels, mode):
-        with tf.variable_scope('other'):
-            other = plain_lookup('sum')(features)
-        both = tf.concat([plain_lookup('mean')({**features, 'sparse': features['own']}), other], 1)
-        return tf.estimator.EstimatorSpec(mode, predictions={'both': tf.tanh(both)})
+        both = two_plain_lookups(features)
+        padded = tf.pad(both, [[0, missing_rows(features, both)], [0, 0]])
+        found = {'both': tf.tanh(both), 'padded': padded + features['dense'][:, :1]}
+        return tf.estimator.EstimatorSpec(mode, predictions=found)
 
     def preprocess(features, labels):
-        made, labels = to_sparse(features, labels)
-        made['own'] = tf.SparseTensor(
-            features['indices of weights'], features['ids'] // 2, made['sparse'].dense_shape
-        )
+        made, labels = with_own_ids(features, labels)
+        made['dense'] = tf.cast(made['dense'], tf.float32)
         return made, labels
 
     options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
     names = ['table', 'other/table', 'scale', 'other/scale']
     options['values'] = {name: np.float32(1) for name in names}
     options['values'] |= {name: floats(IDS, WIDTH) for name in names[:2]} | {'global_step': 0}
-    batches = entry_in_last_row(batches_of(*ALL))
-    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    whole, half = entry_in_last_row(batches_of(*ALL)), entries_to_the_middle(batches_of(12, 7, 30))
+    for batches in (whole, half, whole + half):
+        one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
+        assert_close(ours.predictions, one.predictions, 1e-5)
+
+    [(features, _)] = batches = entry_in_last_row(batches_of(12))
+    features['indices of weights'] = np.minimum(features['indices'], [6, COLUMNS])
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        evaluate(model_fn, batches, 0, **options)
+    message = r'must be the same in feature .+ and feature .+: sums.+ \[(7 12|12 7)\]'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        evaluate(model_fn, batches, 3, **options)
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+def test_training_of_two_plain_lookups(microbatches, behavior):
+    """They have as many rows as each other, and as there are labels."""
+    model_fn = regression(two_plain_lookups, 'adagrad')
+    batches = entry_in_last_row(batches_of(*ALL, 5, 4))
+    options = {'static': False, 'preprocess': with_own_ids, 'microbatches': microbatches}
+    ours, _ = compare(model_fn, batches, 3, **options)
+    once = steps.of_graph(ours.graph).plan.once
+    assert not any(name.startswith(('embedding_lookup_sparse', 'concat')) for name in once)
+    batches = entries_to_the_middle(batches_of(12))
     with pytest.raises(tf.errors.InvalidArgumentError, match='last example of a batch needs'):
-        evaluate(model_fn, entries_to_the_middle(batches_of(12)), 3, **options)
+        train(model_fn, batches, 3, **options)
 
 
 def test_rows_that_meet_in_a_branch(behavior):

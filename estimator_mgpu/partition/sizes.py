@@ -66,8 +66,16 @@ class RowsToLast(SelectedRows):
     """The examples up to the last one that has an entry: sums of entries by their rows end there.
 
     They start with the indices of the entries. A tower has those of its examples that are among
-    them: all of its examples, if a later tower has an entry.
+    them: all of its examples, if a later tower has an entry. Other entries may be `summed` to as
+    many rows.
     """
+
+    summed: tuple[str, ...] = ()  # the names of the indices of all that are, the first one's first
+
+    @classmethod
+    def of(cls, indices: Sequence[str], origin: RowSpace) -> RowsToLast:
+        """The rows to which entries with these indices are summed."""
+        return cls(indices[0], None, origin, summed=tuple(indices))
 
     @functools.cached_property
     def behind(self) -> RowsBehind:

@@ -32,7 +32,7 @@ from estimator_mgpu.partition.propagation.branches import (
 from estimator_mgpu.partition.propagation.decisions import decide, pass_on, passed_partial
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
-from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Scope
+from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Scope
 from estimator_mgpu.partition.rules.entries import key_of_sums
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.rules.row_lengths import of_splits
@@ -41,6 +41,7 @@ from estimator_mgpu.partition.sizes import (
     ONE,
     Entries,
     RowSpace,
+    RowsToLast,
     SelectedRows,
     Size,
     Splits,
@@ -91,7 +92,7 @@ def propagate(
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
     same_entries: dict[str, str] = {}
-    all_rows: set[str] = set()
+    same_sums: dict[str, str] = {}
     # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(
@@ -101,7 +102,7 @@ def propagate(
             reduced=reduced,
             run_once=run_once,
             same_entries=same_entries,
-            all_rows=all_rows,
+            same_sums=same_sums,
         )
         for tensor in sources:
             _begin_sharded(scope, tensor)
@@ -114,8 +115,7 @@ def propagate(
                 entries.update(_begin_ragged(scope, tensor))
         joined = _join_entries(scope, unsharded)
         entries.update(joined)
-        for indices in all_rows:
-            scope.sizes.same_for(key_of_sums(indices), batch)
+        _join_sums(scope)
 
         count_of_same = scope.count_of_same_rows
         graph_pass = _Pass(scope, reasons, may_be_dead)
@@ -234,6 +234,18 @@ def _join_entries(
             scope.sizes.set_dims(tensor.values, [positions.count])
             joined[tensor.values.name] = SparseRows(name, scope.batch, ONE)
     return joined
+
+
+def _join_sums(scope: Scope) -> None:
+    """Lets sums of entries that are used row by row with others have the rows of these."""
+    same: dict[str, list[str]] = {}
+    for indices in scope.same_sums:
+        same.setdefault(scope.whose_sums(indices), []).append(indices)
+    for first, others in same.items():
+        names = others if first == ALL else [first, *others]
+        rows = scope.batch if first == ALL else RowsToLast.of(names, scope.batch)
+        for name in names:
+            scope.sizes.same_for(key_of_sums(name), rows)
 
 
 def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows]:

@@ -27,6 +27,9 @@ from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
 """Decides how a loop, a branch or a call runs on every tower; None if it runs once."""
 
+ALL = 'all'
+"""In place of a sparse tensor: its sums are those of all examples."""
+
 
 class Rules(NamedTuple):
     """What propagation asks about an op, by the op's type."""
@@ -54,8 +57,8 @@ class Scope:
         an op, why the others do, by their names.
       same_entries: sparse tensors of the batch that are used entry by entry with another one, as
         weights are with their ids. By the name of a tensor's indices, that of the other's.
-      all_rows: those whose sums are used one by one with the examples, and so are as many, by the
-        names of their indices.
+      same_sums: those whose sums are used row by row with the sums of another one, or with all
+        examples, and so are as many. By the name of the indices, that of the other's, or `ALL`.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -72,7 +75,7 @@ class Scope:
     reduced: set[str] = field(default_factory=set)
     run_once: dict[str, dict[str, str]] = field(default_factory=dict)
     same_entries: dict[str, str] = field(default_factory=dict)
-    all_rows: set[str] = field(default_factory=set)
+    same_sums: dict[str, str] = field(default_factory=dict)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -85,31 +88,35 @@ class Scope:
 
     def whose_entries(self, indices: str) -> str:
         """Whose entries a sparse tensor of the batch has; both are named by their indices."""
-        while indices in self.same_entries:
-            indices = self.same_entries[indices]
-        return indices
+        return _first(self.same_entries, indices)
+
+    def whose_sums(self, indices: str) -> str:
+        """Which sparse tensor of the batch has as many sums as another one; or `ALL`."""
+        return _first(self.same_sums, indices)
 
     def note_same_rows(self, rows: RowSpace, others: RowSpace) -> None:
         """Notes that an op uses the rows of two row spaces one by one: then they become one.
 
         That's so from the next pass on. Of the entries of two sparse tensors of the batch, towers
-        then have the latter's values where the former's entries are. Sums of entries are then those
-        of all examples. A step fails if there aren't as many of both.
+        then have the latter's values where the former's entries are. A step fails if there aren't
+        as many of both.
         """
         if isinstance(rows, Entries) and isinstance(others, Entries):
-            first = self.whose_entries(rows.name)
-            second = self.whose_entries(others.name)
-            if first != second:
-                self.same_entries[second] = first
+            _make_same(self.same_entries, rows.name, others.name)
+        first, second = self._whose_rows(rows), self._whose_rows(others)
+        if first is not None and second is not None:
+            _make_same(self.same_sums, first, second)
 
-        of_sums = {one.name for one in (rows, others) if isinstance(one, RowsToLast)}
-        if len(of_sums) == 2 or self.batch in (rows, others):
-            self.all_rows.update(of_sums)
+    def _whose_rows(self, rows: RowSpace) -> str | None:
+        """Whose sums have these rows; `ALL` if they are the batch's, None if they are others."""
+        if isinstance(rows, RowsToLast):
+            return rows.name
+        return ALL if rows is self.batch else None
 
     @property
     def count_of_same_rows(self) -> int:
         """How many row spaces are noted to be the same as others."""
-        return len(self.same_entries) + len(self.all_rows)
+        return len(self.same_entries) + len(self.same_sums)
 
     def is_reduced(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor is a partial result of towers that is reduced where it's made."""
@@ -238,3 +245,19 @@ class Scope:
             for operand, need in zip(op.inputs, made[op.name].needs)
             if need == LOCAL
         )
+
+
+def _first(same: Mapping[str, str], name: str) -> str:
+    """The first one of those that are the same."""
+    while name in same:
+        name = same[name]
+    return name
+
+
+def _make_same(same: dict[str, str], name: str, other: str) -> None:
+    """Notes that both are the same. `ALL` becomes the first one."""
+    first, second = _first(same, name), _first(same, other)
+    if second == ALL:
+        first, second = second, first
+    if first != second:
+        same[second] = first

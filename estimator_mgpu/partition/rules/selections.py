@@ -458,7 +458,7 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
     to_last = count.rows
     if isinstance(to_last, RowsToLast) and rows is to_last.origin and factor == ONE:
         # Behind these, there are no entries.
-        if positions.selection.name != to_last.name or count != full_size(to_last):
+        if positions.selection.name not in to_last.summed or count != full_size(to_last):
             return None
         rows = to_last
     elif not count.same_as(positions.total):

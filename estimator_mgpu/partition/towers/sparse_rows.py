@@ -120,6 +120,29 @@ def sure_of_all(count: tf.Tensor, total: tf.Tensor | int, title: str) -> tf.Tens
         'tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse. The numbers '
         'of sums, examples are'
     )
+    return _sure_of_count(count, total, message)
+
+
+def sure_of_others(count: tf.Tensor, total: tf.Tensor, title: str, others: str) -> tf.Tensor:
+    """The number of rows up to the last one with an entry, which fails unless others have as many.
+
+    Args:
+      count: that number, an int32 scalar.
+      total: the other one's.
+      title: what a message calls the sparse tensor.
+      others: what it calls the other one.
+    """
+    message = (
+        f'the last example with an entry must be the same in {title} and {others}: sums of entries '
+        'end with it, and those of both are used row by row. Use '
+        'tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse. The numbers '
+        'of sums are'
+    )
+    return _sure_of_count(count, total, message)
+
+
+def _sure_of_count(count: tf.Tensor, total: tf.Tensor | int, message: str) -> tf.Tensor:
+    """A number of rows, which fails with a message unless it's another number."""
     data = [message, tf.stack([count, total])]
     check = tf.raw_ops.Assert(condition=tf.equal(count, total), data=data, summarize=2)
     with tf.control_dependencies([check]):

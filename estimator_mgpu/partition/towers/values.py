@@ -101,7 +101,7 @@ class Values:
         self._paddings = {
             name: op_plan.padding for name, op_plan in plan.ops.items() if op_plan.padding
         }
-        self._counts_to_last: dict[tuple[str, bool], str] = {}
+        self._counts_to_last: dict[tuple[str, RowSpace | None], str] = {}
         # Values of sparse tensors that fail if they are too many, or too few, by their names.
         self._sure_values: dict[str, str] = {}
 
@@ -154,8 +154,7 @@ class Values:
         """What a tower's copy of an op gives, with zeros behind it."""
         device, host = tower.device, host_of(tower.device)
         dtype = tensor.dtype.base_dtype
-        must_be_all = not isinstance(padding.rows, RowsToLast)
-        size = self._size_to_last(padding.indices, must_be_all, tower)
+        size = self._size_to_last(padding.indices, tower, padding.rows)
 
         shape = self._nodes.add('Shape', [copy], device, T=dtype, out_type=tf.int32)
         types = {'Tparams': tf.int32, 'Tindices': tf.int32}
@@ -167,36 +166,55 @@ class Values:
         paddings = self._nodes.add('Reshape', [vector, [rank, 2]], host, **types)
         return self._nodes.add('Pad', [copy, paddings], device, T=dtype, Tpaddings=tf.int32)
 
-    def _size_to_last(self, indices_name: str, must_be_all: bool, tower: Tower) -> str:
-        """How many of a tower's rows come up to the last one with an entry: an int32 scalar."""
+    def _size_to_last(self, indices: str, tower: Tower, rows: RowSpace | None = None) -> str:
+        """How many of a tower's rows come up to the last one with an entry: an int32 scalar.
+
+        Args:
+          indices: the name of the tensor with the indices of the entries.
+          tower: a tower.
+          rows: which rows these have to be; None if they needn't be others.
+        """
         nodes = self._nodes
         start, size = self.batch_shards.extent(ONE, tower)
-        total = self._count_to_last(indices_name, must_be_all)
+        total = self._count_to_last(indices, rows)
         count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
         count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
         return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
 
-    def _size_behind(self, indices_name: str, tower: Tower) -> str:
+    def _size_behind(self, indices: str, tower: Tower) -> str:
         """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
         _, size = self.batch_shards.extent(ONE, tower)
-        both = [self._nodes.scalar(size, tf.int32), self._size_to_last(indices_name, False, tower)]
+        both = [self._nodes.scalar(size, tf.int32), self._size_to_last(indices, tower)]
         return self._nodes.add('Sub', both, self._nodes.host, T=tf.int32)
 
-    def _count_to_last(self, indices_name: str, must_be_all: bool) -> str:
-        """How many rows come up to the last one with an entry; if they must be all, they are."""
-        key = indices_name, must_be_all
-        if key not in self._counts_to_last:
-            indices = self._graph.get_tensor_by_name(indices_name)
-            with self._nodes.at_once(self.origins.device_of_full(indices), indices.op):
-                count = sparse_rows.count_to_last(indices)
-                if must_be_all:
-                    total = self.batch_shards.total
-                    if isinstance(total, str):
-                        total = self._graph.get_tensor_by_name(total)
-                    [title_of_indices] = self._titles_of_entries(indices)
-                    count = sparse_rows.sure_of_all(count, total, title_of_indices)
-                self._counts_to_last[key] = count.name
-        return self._counts_to_last[key]
+    def _count_to_last(self, indices_name: str, rows: RowSpace | None) -> str:
+        """How many rows come up to the last one with an entry, of all towers: an int32 scalar."""
+        if isinstance(rows, RowsToLast) and rows.name == indices_name:
+            rows = None
+        key = indices_name, rows
+        if key in self._counts_to_last:
+            return self._counts_to_last[key]
+
+        indices = self._graph.get_tensor_by_name(indices_name)
+        with self._nodes.at_once(self.origins.device_of_full(indices), indices.op):
+            count = sparse_rows.count_to_last(indices)
+            if rows is not None:
+                count = self._sure_of_count(count, indices, rows)
+        self._counts_to_last[key] = count.name
+        return count.name
+
+    def _sure_of_count(self, count: tf.Tensor, indices: tf.Tensor, rows: RowSpace) -> tf.Tensor:
+        """How many rows sums of entries have, which fails unless they are as many as others."""
+        [title_of_indices] = self._titles_of_entries(indices)
+        if isinstance(rows, RowsToLast):
+            others = self._graph.get_tensor_by_name(rows.name)
+            [title_of_others] = self._titles_of_entries(others)
+            total = sparse_rows.count_to_last(others)
+            return sparse_rows.sure_of_others(count, total, title_of_indices, title_of_others)
+        total = self.batch_shards.total
+        if isinstance(total, str):
+            total = self._graph.get_tensor_by_name(total)
+        return sparse_rows.sure_of_all(count, total, title_of_indices)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""
@@ -412,7 +430,7 @@ class Values:
         selection = self._graph.get_tensor_by_name(rows.name)
         sizes: list[Number]
         if isinstance(rows, RowsToLast):
-            sizes = [self._size_to_last(rows.name, False, tower) for tower in self._towers]
+            sizes = [self._size_to_last(rows.name, tower) for tower in self._towers]
         elif isinstance(rows, RowsBehind):
             sizes = [self._size_behind(rows.name, tower) for tower in self._towers]
         else:
