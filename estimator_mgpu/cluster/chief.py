@@ -273,8 +273,9 @@ class Chief:
         """Tells the other tasks how this process ends: by an error, or SystemExit."""
         self._sigterm.main_thread_ends = True
         self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
-        uncaught = getattr(sys, 'last_value', None)
         error, status = error_and_status(self._noted_exit.argument)
+        uncaught = getattr(sys, 'last_value', None)
+        # A program may also end by `sys.exit()` after that, as one that runs tests does.
         if uncaught is not None and not self._noted_exit.was_seen:
             error, status = error_text(uncaught), 1
 

@@ -20,8 +20,8 @@ class NotedExit:
     """Notes the SystemExit that ends the program.
 
     Attributes:
-      was_seen: whether there is one.
-      argument: its argument, or that of `sys.exit()`.
+      was_seen: whether there is one: nobody has caught it.
+      argument: its `code`; None before.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class NotedExit:
 
         def read_code(error: SystemExit) -> Any:
             argument = original_code.__get__(error)
-            if sys._getframe().f_back is None:  # Not Python code reads it, but the interpreter.
+            if sys._getframe().f_back is None:  # No Python code reads it: the interpreter does.
                 self.was_seen, self.argument = True, argument
             return argument
 
@@ -49,7 +49,7 @@ class NotedExit:
         def exit_by_system_exit(*args: Any) -> NoReturn:
             try:
                 original_exit(*args)
-            except SystemExit:  # Up to Python 3.11, it's made only if it's caught.
+            except SystemExit:  # Up to Python 3.11, it's only made if Python code catches it.
                 raise
 
         sys.exit = exit_by_system_exit

@@ -34,7 +34,7 @@ def place_ops(division: Division) -> None:
 
     are placed there, and the partial sums of `gradient` are reduced there.
 
-    It leaves `division.full_value_devices`.
+    It sets `division.full_value_devices`.
     """
     graph = division.graph
     plan = division.plan
@@ -119,7 +119,7 @@ def _place_full_values(
 
 
 def _spread_draws(
-    ops: Sequence[tf.Operation], towers: Sequence[str], devices: dict[tf.Operation, str]
+    ops: Sequence[tf.Operation], tower_devices: Sequence[str], devices: dict[tf.Operation, str]
 ) -> None:
     """Gives each device its part of the random numbers that are drawn for the global batch.
 
@@ -132,10 +132,10 @@ def _spread_draws(
 
     Args:
       ops: those that may be anywhere.
-      towers: the devices of towers.
+      tower_devices: those of towers.
       devices: of ops, to which those of draws are added.
     """
-    bytes_on = {device: 0 for device in towers if _is_like(device, towers[0])}
+    bytes_on = {device: 0 for device in tower_devices if _is_like(device, tower_devices[0])}
     for op in ops:
         if draws_numbers(op):
             emptiest = min(bytes_on, key=bytes_on.__getitem__)

@@ -98,9 +98,9 @@ class Reduced(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Zeros behind the rows that a copy gives, of which the last one is the last with an entry."""
+    """Zeros behind the output of a tower's copy, which ends with its last example with an entry."""
 
-    rows: RowSpace  # what rows there are with the zeros: `RowsToLast`, or all of the batch's
+    rows: RowSpace  # those of the output with the zeros: `RowsToLast`, or all of the batch's
     indices: str  # the name of the tensor with the indices of the entries
 
 
@@ -196,7 +196,7 @@ class OpPlan(NamedTuple):
     functions: Sequence[dict[str, OpPlan]] = ()
     # Of an `Enter` or a `LoopCond`: whether all towers make each step of the loop together.
     is_joint: bool = False
-    # What is put behind the rows of the output.
+    # What is put behind the rows of the only output.
     padding: Padding | None = None
 
 

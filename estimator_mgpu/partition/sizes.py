@@ -66,11 +66,11 @@ class RowsToLast(SelectedRows):
     """The examples up to the last one that has an entry: sums of entries by their rows end there.
 
     They start with the indices of the entries. A tower has those of its examples that are among
-    them: all of its examples, if a later tower has an entry. Other entries may be `summed` to as
-    many rows.
+    them: all of its examples, if a later tower has an entry.
     """
 
-    summed: tuple[str, ...] = ()  # the names of the indices of all that are, the first one's first
+    # The names of the indices of all sparse tensors whose sums end there; the first is `name`.
+    summed: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, indices: Sequence[str], origin: RowSpace) -> RowsToLast:
@@ -187,6 +187,7 @@ class Size:
             [symbol] = self.symbols
             if isinstance(symbol, Splits):
                 return full_size(symbol.rows)
+        # All rows less those up to the last one with an entry, as where rows are padded.
         if other.number == -1 and isinstance(other.rows, RowsToLast):
             to_last = other.rows
             if len(other.symbols) == 1 and self.same_as(full_size(to_last.origin)):

@@ -50,7 +50,7 @@ def function_graphs(op: tf.Operation) -> list[tf.Graph]:
     """Returns the graphs of the functions that an op calls; [] if one is missing.
 
     A function of which TensorFlow has only a definition has none: see `read_functions`. Nor has one
-    whose graph got more arguments since: those of a gradient that failed, and that isn't used.
+    whose graph has more arguments than its definition: a gradient that failed leaves them there.
     """
     graphs = []
     for called in called_functions(op.node_def):

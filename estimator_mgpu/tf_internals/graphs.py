@@ -34,8 +34,9 @@ _OPS_BY_TYPE = '_estimator_mgpu_ops_by_type'  # An attribute of a graph.
 def ops_of_types(graph: tf.Graph, types: Iterable[str]) -> list[tf.Operation]:
     """The ops of a graph that are of some types, in the order in which they were made.
 
-    Many steps look for a few types in a large graph. It takes TensorFlow long to tell the type of
-    an op, so each op is asked once: a graph only grows.
+    Many steps look for a few types in a large graph, and TensorFlow is slow to tell an op's type.
+    So the graph keeps an index, to which the ops are added that were made since: no op is ever
+    removed, and each keeps its type.
     """
     if not hasattr(graph, _OPS_BY_TYPE):
         setattr(graph, _OPS_BY_TYPE, defaultdict(list))

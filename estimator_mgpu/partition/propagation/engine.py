@@ -237,7 +237,10 @@ def _join_entries(
 
 
 def _join_sums(scope: Scope) -> None:
-    """Lets sums of entries that are used row by row with others have the rows of these."""
+    """Gives one row space to all sums of entries that are used row by row with each other.
+
+    It's the batch's, if one of them is used with examples, too.
+    """
     same: dict[str, list[str]] = {}
     for indices in scope.same_sums:
         same.setdefault(scope.whose_sums(indices), []).append(indices)

@@ -389,10 +389,12 @@ class Match:
         if output.shape.rank is None and by_rule is None and not labels:
             return None
         inferred = self._sizes.dims(output) or self._sizes.static_dims(output, len(labels))
-        by_graph = [None] * len(labels) if output.shape.rank is None else output.shape.as_list()
+        static_lengths = (
+            [None] * len(labels) if output.shape.rank is None else output.shape.as_list()
+        )
         dims: list[Size] = []
         for label, number, inferred_size, rule_size in zip(
-            labels, by_graph, inferred, by_rule or itertools.repeat(None)
+            labels, static_lengths, inferred, by_rule or itertools.repeat(None)
         ):
             if way is not None and label == way.label:
                 factor = per_row(rule_size, way.rows) if rule_size else way.factor

@@ -28,7 +28,7 @@ CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
 """Decides how a loop, a branch or a call runs on every tower; None if it runs once."""
 
 ALL = 'all'
-"""In place of a sparse tensor: its sums are those of all examples."""
+"""In place of a sparse tensor's name, which has a colon: its sums are those of all examples."""
 
 
 class Rules(NamedTuple):
@@ -87,7 +87,14 @@ class Scope:
         return REPLICATE if name in self.reduced else self.placements.get(name, REPLICATE)
 
     def whose_entries(self, indices: str) -> str:
-        """Whose entries a sparse tensor of the batch has; both are named by their indices."""
+        """The sparse tensor of the batch at whose entries towers have the values of another one.
+
+        Args:
+          indices: the name of the other one's indices.
+
+        Returns:
+          That of its indices; `indices` if it's the same.
+        """
         return _first(self.same_entries, indices)
 
     def whose_sums(self, indices: str) -> str:

@@ -315,7 +315,7 @@ def _summed_to_last(
     if positions.rows is not entries.origin or positions.total != full_size(entries.origin):
         return None
     to_last: RowSpace = RowsToLast.of([entries.name], entries.origin)
-    rows = sizes.same_for(key_of_sums(entries.name), to_last)
+    rows = sizes.same_for(key_of_sums(entries.name), to_last)  # or others that propagation has set
     plan = OpPlan(needs, padding=Padding(rows, entries.name))
     return Decision(plan, [Shard(0, rows)], [[full_size(rows), *data_dims[1:]]])
 

@@ -147,7 +147,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
         return None
     has_order = is_ordered(rows) or isinstance(rows, UniqueRows)
     if not has_order and (factor != ONE or not is_range(data, sizes)):
-        return None  # Which rows are selected, and so their order among all, only positions tell.
+        return None  # Only positions tell the order of these rows in the batch.
 
     key = which.name, op.type, len(op.outputs)
     selections = sizes.selections(key, op.outputs, rows)

@@ -235,12 +235,11 @@ class Copies:
         if isinstance(need, LocalShape) and len(need.entries) > 1:
             is_scalar = False  # It may take the place of a -1, which asks for any shape.
         sizes = shards.local_sizes(need, tower, is_scalar, dtype)
-        vector = self._nodes.tensor(sizes, dtype, dtype)
-        if tensor.shape.rank != 2:
-            return vector
-        types = {'T': dtype, 'Tshape': tf.int32}
-        shape = tensor.shape.as_list()  # A matrix of paddings, say.
-        return self._nodes.add('Reshape', [vector, shape], self._nodes.host, **types)
+        flat = self._nodes.tensor(sizes, dtype, dtype)
+        if not isinstance(need, LocalShape) or tensor.shape.rank != 2:
+            return flat
+        types = {'T': dtype, 'Tshape': tf.int32}  # Paddings are a matrix.
+        return self._nodes.add('Reshape', [flat, tensor.shape.as_list()], self._nodes.host, **types)
 
     def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:
         """The numbers of the entries that a tower's rows have."""

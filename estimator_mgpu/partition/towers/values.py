@@ -151,7 +151,11 @@ class Values:
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def _padded(self, tensor: tf.Tensor, copy: str, padding: Padding, tower: Tower) -> str:
-        """What a tower's copy of an op gives, with zeros behind it."""
+        """What a tower's copy of an op gives, with zeros behind it.
+
+        Of a tower with four examples, of which the second is its last one with an entry, the copy
+        gives two rows. It's [row, row, 0, 0] then, if a later tower has an entry.
+        """
         device, host = tower.device, host_of(tower.device)
         dtype = tensor.dtype.base_dtype
         size = self._size_to_last(padding.indices, tower, padding.rows)
@@ -172,7 +176,7 @@ class Values:
         Args:
           indices: the name of the tensor with the indices of the entries.
           tower: a tower.
-          rows: which rows these have to be; None if they needn't be others.
+          rows: the row space of the sums, of which there have to be as many; None for any number.
         """
         nodes = self._nodes
         start, size = self.batch_shards.extent(ONE, tower)
@@ -292,10 +296,11 @@ class Values:
 
     def _titles_of_entries(self, *parts: tf.Tensor) -> list[str]:
         """What messages call the sparse tensors of the batch that have these parts."""
-        titles = {}
+        titles: dict[str, str] = {}
         for path, leaf in self._leaves.items():
             if isinstance(leaf, tf.SparseTensor):
-                titles.update({leaf.indices.name: title(path), leaf.values.name: title(path)})
+                for part in (leaf.indices, leaf.values):
+                    titles.setdefault(part.name, title(path))
         return [titles[part.name] for part in parts]
 
     def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
