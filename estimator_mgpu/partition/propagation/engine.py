@@ -237,7 +237,7 @@ def _join_entries(
 
 
 def _join_sums(scope: Scope) -> None:
-    """Gives one row space to all sums of entries that are used row by row with each other.
+    """Gives one row space to all sums of entries that are used together, example by example.
 
     It's the batch's, if one of them is used with examples, too.
     """

@@ -57,7 +57,7 @@ class Scope:
         an op, why the others do, by their names.
       same_entries: sparse tensors of the batch that are used entry by entry with another one, as
         weights are with their ids. By the name of a tensor's indices, that of the other's.
-      same_sums: those whose sums are used row by row with the sums of another one, or with all
+      same_sums: those whose sums are used with the sums of another one, one by one, or with all
         examples, and so are as many. By the name of the indices, that of the other's, or `ALL`.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.

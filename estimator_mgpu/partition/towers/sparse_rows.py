@@ -134,7 +134,7 @@ def sure_of_others(count: tf.Tensor, total: tf.Tensor, title: str, others: str) 
     """
     message = (
         f'the last example with an entry must be the same in {title} and {others}: sums of entries '
-        'end with it, and those of both are used row by row. Use '
+        'end with it, and those of both are used together. Use '
         'tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse. The numbers '
         'of sums are'
     )
