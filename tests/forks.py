@@ -159,6 +159,7 @@ def serve(listener):
                 if answer == 0:
                     listener.close()
                     return {**request, 'files': files}
+                statuses.pop(answer, None)  # of a process that had the same number before
             for file in files:
                 os.close(file)
             connection.sendall(json.dumps(answer).encode())
