@@ -60,6 +60,15 @@ class Batch(NamedTuple):
         """What messages call the leaves of unknown rank."""
         return [title(path) for path in self.unknown]
 
+    def titles_of_entries(self) -> dict[str, str]:
+        """What messages call the sparse leaves, by the names of their indices and values."""
+        titles: dict[str, str] = {}
+        for path, leaf in self.leaves.items():
+            if isinstance(leaf, tf.SparseTensor):
+                for part in (leaf.indices, leaf.values):
+                    titles.setdefault(part.name, title(path))
+        return titles
+
     def total(self) -> tf.Tensor:
         """The number of examples, an int32 scalar. A step fails if the leaves differ in it.
 
@@ -84,19 +93,30 @@ def _total(leaves: dict[Path, Any]) -> tf.Tensor:
     total = counts[0]
     is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
     if len(counts) > 1 and not is_static:
-        rows = tf.stack(counts)
         # This text is in the graph.
         message = (
             'features and labels must have the same number of examples along dimension 0, but '
             'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
             f'names. The numbers of examples of {", ".join(map(title, leaves))} are'
         )
-        same = tf.reduce_all(tf.equal(rows, total))
-        # `tf.Assert` would make a branch, with functions of its own, for this one op.
-        check = tf.raw_ops.Assert(condition=same, data=[message, rows], summarize=100)
-        with tf.control_dependencies([check]):
-            total = tf.identity(total)
+        total = if_same(counts, message, total)
     return tf.cast(total, tf.int32)
+
+
+def if_same(counts: Sequence[tf.Tensor | int], message: str, value: tf.Tensor) -> tf.Tensor:
+    """A value, which fails with a message unless all counts are the same.
+
+    Args:
+      counts: integer scalars; the first one is a tensor.
+      message: what the error says before the counts.
+      value: any tensor.
+    """
+    numbers = tf.stack(counts)
+    same = tf.reduce_all(tf.equal(numbers, counts[0]))
+    # `tf.Assert` would make a branch, with functions of its own, for this one op.
+    check = tf.raw_ops.Assert(condition=same, data=[message, numbers], summarize=100)
+    with tf.control_dependencies([check]):
+        return tf.identity(value)
 
 
 def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:

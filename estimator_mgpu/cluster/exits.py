@@ -29,7 +29,7 @@ class NotedExit:
         self.argument: Any = None
 
     def install(self) -> None:
-        """Replaces `SystemExit.code` and `sys.exit`; the program doesn't notice it."""
+        """Replaces `SystemExit.code` and `sys.exit` by ones that give the program the same."""
         original_code = vars(SystemExit)['code']
 
         def read_code(error: SystemExit) -> Any:

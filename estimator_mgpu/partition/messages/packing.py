@@ -169,7 +169,7 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     If one does, and gives another partial sum, a pack of both would wait for itself.
     """
     dependent = set(plan.order)
-    sharded = dict.fromkeys(op for op in plan.order if op.name in plan.ops)
+    sharded = dict.fromkeys(op for op in plan.order if op.name in plan.ops)  # in order
     dead_ends: set[tf.Operation] = set()
 
     def is_needed_by_towers(op: tf.Operation) -> bool:

@@ -46,7 +46,7 @@ from estimator_mgpu.partition.rules.notation import NotSharded, failure, signatu
 from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
 from estimator_mgpu.tf_internals import op_types
 
-_BY_PLACEMENTS = OF_PLACEMENTS | set(entries.OF_FIRST_ROWS)
+_BY_PLACEMENTS = OF_PLACEMENTS | set(entries.PADS_AND_SLICES)
 _SIZE_TYPES = frozenset((tf.int32, tf.int64))
 
 

@@ -218,8 +218,8 @@ def _join_entries(
 ) -> dict[str, SparseRows]:
     """Lets towers have values, such as weights, where the entries of another sparse tensor are.
 
-    Ops that use both one by one, by their places, have as many of both, or fail. The indices of the
-    values don't matter to them.
+    An op that uses both one by one goes by their places: the indices of the values don't matter to
+    it. It needs as many of both, or a single one, which isn't broadcast here: the step fails then.
 
     Returns:
       By name, what towers take of such values.

@@ -98,7 +98,11 @@ class Scope:
         return _first(self.same_entries, indices)
 
     def whose_sums(self, indices: str) -> str:
-        """Which sparse tensor of the batch has as many sums as another one; or `ALL`."""
+        """The sparse tensor, or `ALL`, whose sums are as many as those of another one.
+
+        Args:
+          indices: the name of the other one's indices.
+        """
         return _first(self.same_sums, indices)
 
     def note_same_rows(self, rows: RowSpace, others: RowSpace) -> None:

@@ -68,7 +68,8 @@ _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 
 _SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
 _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
-_SUMS = ('SegmentSum', *_SPARSE)  # They are zero for a row without entries.
+# What lookups of sparse ids make of each row: it's zero without entries.
+_SUMS = ('SegmentSum', *_SPARSE)
 SUMS_BY_ID = ('UnsortedSegmentSum', *_GRADIENTS, *_SPARSE_GRADIENTS)
 """Types of ops of which towers may have partial sums by id."""
 
@@ -481,8 +482,9 @@ _RULES = {
     **dict.fromkeys(_GRADIENTS, _gradient),
     **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
 }
-OF_FIRST_ROWS = ('Pad', 'PadV2', 'Slice')
-"""Types of ops that may be sharded by these rules, whatever they are given."""
+PADS_AND_SLICES = ('Pad', 'PadV2', 'Slice')
+"""Types of ops for which these rules are asked first. If none holds, that of the table counts."""
+# Of these, only ops that are given positions or places.
 _OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum')
-TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *OF_FIRST_ROWS})
+TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *PADS_AND_SLICES})
 """Types of ops that are sharded by these rules, or run once."""

@@ -10,6 +10,7 @@ gathered and reduced values. No decision about sharding is made here, and no rul
   made of what towers have.
 - `shards`, `sparse_rows`, `ragged_rows`, `unique_ids`: which part of the batch, of a sparse or
   ragged tensor, and of all different ids each tower has.
+- `sums_of_entries`: how many sums of a sparse tensor's entries towers have.
 - `reduce_and_gather`: how full values are made; `only_fetched`: which ones are made.
 - `sending`: full values, to the devices that need them.
 - `everywhere`: small ones, which each device makes for itself.

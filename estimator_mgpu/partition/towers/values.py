@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import parts_of, title
+from estimator_mgpu.batches.batch import if_same, parts_of
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
@@ -23,7 +23,6 @@ from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Sha
 from estimator_mgpu.partition.plan import (
     CountedFromFirst,
     LoopFrame,
-    Padding,
     RaggedRows,
     Reduced,
     Slice,
@@ -55,6 +54,7 @@ from estimator_mgpu.partition.towers import (
 )
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
+from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -85,7 +85,6 @@ class Values:
         self.origins = origins
         self._graph = division.graph
         self._plan = plan
-        self._leaves = division.batch.leaves
         self._towers = towers
         self._nodes = nodes
         self._order = division.order
@@ -101,9 +100,12 @@ class Values:
         self._paddings = {
             name: op_plan.padding for name, op_plan in plan.ops.items() if op_plan.padding
         }
-        self._counts_to_last: dict[tuple[str, RowSpace | None], str] = {}
+        self._titles = division.batch.titles_of_entries()
+        self._sums_of_entries = SumsOfEntries(
+            self._graph, nodes, self.batch_shards, self._titles, origins.device_of_full
+        )
         # Values of sparse tensors that fail if they are too many, or too few, by their names.
-        self._sure_values: dict[str, str] = {}
+        self._as_many: dict[str, str] = {}
 
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
@@ -140,85 +142,18 @@ class Values:
         if tensor.name not in self.origins.sources:
             op_name = tensor.op.name
             copy = f'{self.copy_name(op_name, tower)}:{tensor.value_index}'
-            if op_name in self._paddings:
-                return self._padded(tensor, copy, self._paddings[op_name], tower)
-            return copy
+            if op_name not in self._paddings:
+                return copy
+            rank = len(self._plan.sizes.dims(tensor) or [])
+            return self._sums_of_entries.padded(
+                copy, tensor.dtype.base_dtype, rank, self._paddings[op_name], tower
+            )
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
             return self.entries(tensor, self._plan.entries[tensor.name], tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
-
-    def _padded(self, tensor: tf.Tensor, copy: str, padding: Padding, tower: Tower) -> str:
-        """What a tower's copy of an op gives, with zeros behind it.
-
-        Of a tower with four examples, of which the second is its last one with an entry, the copy
-        gives two rows. It's [row, row, 0, 0] then, if a later tower has an entry.
-        """
-        device, host = tower.device, host_of(tower.device)
-        dtype = tensor.dtype.base_dtype
-        size = self._size_to_last(padding.indices, tower, padding.rows)
-
-        shape = self._nodes.add('Shape', [copy], device, T=dtype, out_type=tf.int32)
-        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
-        count = self._nodes.add('Gather', [shape, 0], host, **types)
-        zeros = self._nodes.add('Sub', [size, count], host, T=tf.int32)
-        rank = len(self._plan.sizes.dims(tensor) or [])
-        vector = self._nodes.tensor([0, zeros, *[0, 0] * (rank - 1)])
-        types = {'T': tf.int32, 'Tshape': tf.int32}
-        paddings = self._nodes.add('Reshape', [vector, [rank, 2]], host, **types)
-        return self._nodes.add('Pad', [copy, paddings], device, T=dtype, Tpaddings=tf.int32)
-
-    def _size_to_last(self, indices: str, tower: Tower, rows: RowSpace | None = None) -> str:
-        """How many of a tower's rows come up to the last one with an entry: an int32 scalar.
-
-        Args:
-          indices: the name of the tensor with the indices of the entries.
-          tower: a tower.
-          rows: the row space of the sums, of which there have to be as many; None for any number.
-        """
-        nodes = self._nodes
-        start, size = self.batch_shards.extent(ONE, tower)
-        total = self._count_to_last(indices, rows)
-        count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
-        count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
-        return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
-
-    def _size_behind(self, indices: str, tower: Tower) -> str:
-        """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
-        _, size = self.batch_shards.extent(ONE, tower)
-        both = [self._nodes.scalar(size, tf.int32), self._size_to_last(indices, tower)]
-        return self._nodes.add('Sub', both, self._nodes.host, T=tf.int32)
-
-    def _count_to_last(self, indices_name: str, rows: RowSpace | None) -> str:
-        """How many rows come up to the last one with an entry, of all towers: an int32 scalar."""
-        if isinstance(rows, RowsToLast) and rows.name == indices_name:
-            rows = None
-        key = indices_name, rows
-        if key in self._counts_to_last:
-            return self._counts_to_last[key]
-
-        indices = self._graph.get_tensor_by_name(indices_name)
-        with self._nodes.at_once(self.origins.device_of_full(indices), indices.op):
-            count = sparse_rows.count_to_last(indices)
-            if rows is not None:
-                count = self._sure_of_count(count, indices, rows)
-        self._counts_to_last[key] = count.name
-        return count.name
-
-    def _sure_of_count(self, count: tf.Tensor, indices: tf.Tensor, rows: RowSpace) -> tf.Tensor:
-        """How many rows sums of entries have, which fails unless they are as many as others."""
-        [title_of_indices] = self._titles_of_entries(indices)
-        if isinstance(rows, RowsToLast):
-            others = self._graph.get_tensor_by_name(rows.name)
-            [title_of_others] = self._titles_of_entries(others)
-            total = sparse_rows.count_to_last(others)
-            return sparse_rows.sure_of_others(count, total, title_of_indices, title_of_others)
-        total = self.batch_shards.total
-        if isinstance(total, str):
-            total = self._graph.get_tensor_by_name(total)
-        return sparse_rows.sure_of_all(count, total, title_of_indices)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
         """A tower's slice of a full value, taken on the device that has the full value."""
@@ -270,7 +205,7 @@ class Values:
         dtype = tensor.dtype.base_dtype
         full = self.full(tensor)
         if isinstance(need, SparseRows) and tensor.name in self._plan.joined:
-            full = self._sure_of_entries(tensor, need.indices)
+            full = self._as_many_values(tensor, need.indices)
         taken = sparse_rows.take(self._nodes, full, dtype, positions, device)
         if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
@@ -280,28 +215,24 @@ class Values:
             shards, taken, dtype, columns, need.factor, tower, device
         )
 
-    def _sure_of_entries(self, values: tf.Tensor, indices_name: str) -> str:
-        """Values that are used where other indices are, of which there have to be as many.
+    def _as_many_values(self, values: tf.Tensor, indices_name: str) -> str:
+        """Values that are used with the entries of another sparse tensor, one by one.
 
-        Ops that use both one by one would fail otherwise. But towers would leave out values that
-        are too many, and none of their ops would fail.
+        They fail unless there are as many of both. Towers would leave out values that are too many,
+        and none of their ops would fail.
         """
-        if values.name not in self._sure_values:
+        if values.name not in self._as_many:
             indices = self._graph.get_tensor_by_name(indices_name)
+            message = (
+                'two sparse tensors that are used entry by entry, as ids and their weights are, '
+                'must have the same number of entries: let the input_fn give one weight for each '
+                'id, in the order of the ids. The numbers of entries of '
+                f'{self._titles[indices_name]}, {self._titles[values.name]} are'
+            )
             with self._nodes.at_once(self.origins.device_of_full(values), values.op):
-                self._sure_values[values.name] = sparse_rows.with_same_count(
-                    values, indices, *self._titles_of_entries(indices, values)
-                ).name
-        return self._sure_values[values.name]
-
-    def _titles_of_entries(self, *parts: tf.Tensor) -> list[str]:
-        """What messages call the sparse tensors of the batch that have these parts."""
-        titles: dict[str, str] = {}
-        for path, leaf in self._leaves.items():
-            if isinstance(leaf, tf.SparseTensor):
-                for part in (leaf.indices, leaf.values):
-                    titles.setdefault(part.name, title(path))
-        return [titles[part.name] for part in parts]
+                counts = [tf.shape(indices)[0], tf.size(values)]
+                self._as_many[values.name] = if_same(counts, message, values).name
+        return self._as_many[values.name]
 
     def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """Which entries, or values, are a tower's: their positions among all, a vector."""
@@ -435,9 +366,9 @@ class Values:
         selection = self._graph.get_tensor_by_name(rows.name)
         sizes: list[Number]
         if isinstance(rows, RowsToLast):
-            sizes = [self._size_to_last(rows.name, tower) for tower in self._towers]
+            sizes = [self._sums_of_entries.size(rows.name, tower) for tower in self._towers]
         elif isinstance(rows, RowsBehind):
-            sizes = [self._size_behind(rows.name, tower) for tower in self._towers]
+            sizes = [self._sums_of_entries.size_behind(rows.name, tower) for tower in self._towers]
         else:
             first_dim = Dim(selection.name, 0)
             sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]

@@ -1,0 +1,137 @@
+"""Sums of a sparse tensor's entries, one for each example up to the last one that has an entry.
+
+`tf.nn.embedding_lookup_sparse` makes such sums. A tower's own end with its last example that has an
+entry. If a later tower has one, too, the tower puts zeros behind its sums. For example, of two
+towers with three examples each, the copies of the op give, and so the towers have:
+
+    [a], [b, c]    =>    [a, 0, 0], [b, c]
+
+If an op uses the sums with those of other entries, or with all examples, they are as many, or the
+step fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.batches.batch import if_same
+from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.micro_batches.turns import Tower
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
+from estimator_mgpu.partition.plan import Padding
+from estimator_mgpu.partition.sizes import ONE, RowSpace, RowsToLast
+from estimator_mgpu.partition.towers.shards import Shards
+
+
+class SumsOfEntries:
+    """How many sums towers have, and the zeros behind those of their own entries.
+
+    Args:
+      graph: the user's.
+      nodes: where nodes are added.
+      shards: which examples each tower has.
+      titles: what messages call sparse tensors, by the names of their indices.
+      device_of_full: the device of a full value.
+    """
+
+    def __init__(
+        self,
+        graph: tf.Graph,
+        nodes: NodeBuilder,
+        shards: Shards,
+        titles: Mapping[str, str],
+        device_of_full: Callable[[tf.Tensor], str],
+    ) -> None:
+        self._graph = graph
+        self._nodes = nodes
+        self._shards = shards
+        self._titles = titles
+        self._device_of_full = device_of_full
+        self._counts: dict[tuple[str, RowSpace | None], str] = {}
+
+    def padded(self, copy: str, dtype: tf.DType, rank: int, padding: Padding, tower: Tower) -> str:
+        """What a tower's copy of an op gives, with zeros behind it.
+
+        Args:
+          copy: the name of the copy's output.
+          dtype: its type.
+          rank: how many dimensions it has.
+          padding: how many sums there have to be.
+          tower: the tower.
+        """
+        nodes, device, host = self._nodes, tower.device, host_of(tower.device)
+        size = self.size(padding.indices, tower, padding.rows)
+
+        shape = nodes.add('Shape', [copy], device, T=dtype, out_type=tf.int32)
+        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
+        count = nodes.add('Gather', [shape, 0], host, **types)
+        zeros = nodes.add('Sub', [size, count], host, T=tf.int32)
+        vector = nodes.tensor([0, zeros, *[0, 0] * (rank - 1)])
+        types = {'T': tf.int32, 'Tshape': tf.int32}
+        paddings = nodes.add('Reshape', [vector, [rank, 2]], host, **types)
+        return nodes.add('Pad', [copy, paddings], device, T=dtype, Tpaddings=tf.int32)
+
+    def size(self, indices: str, tower: Tower, rows: RowSpace | None = None) -> str:
+        """How many of a tower's rows come up to the last one with an entry: an int32 scalar.
+
+        Args:
+          indices: the name of the tensor with the indices of the entries.
+          tower: the tower.
+          rows: the row space of the sums, of which there have to be as many; None for any number.
+        """
+        nodes = self._nodes
+        start, size = self._shards.extent(ONE, tower)
+        total = self._count(indices, rows)
+        count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
+        count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
+        return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
+
+    def size_behind(self, indices: str, tower: Tower) -> str:
+        """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
+        _, size = self._shards.extent(ONE, tower)
+        both = [self._nodes.scalar(size, tf.int32), self.size(indices, tower)]
+        return self._nodes.add('Sub', both, self._nodes.host, T=tf.int32)
+
+    def _count(self, indices_name: str, rows: RowSpace | None) -> str:
+        """How many rows come up to the last one with an entry, of all towers: an int32 scalar."""
+        if isinstance(rows, RowsToLast) and rows.name == indices_name:
+            rows = None
+        key = indices_name, rows
+        if key not in self._counts:
+            indices = self._graph.get_tensor_by_name(indices_name)
+            with self._nodes.at_once(self._device_of_full(indices), indices.op):
+                count = _count_to_last(indices)
+                if rows is not None:
+                    count = self._if_as_many(count, indices, rows)
+            self._counts[key] = count.name
+        return self._counts[key]
+
+    def _if_as_many(self, count: tf.Tensor, indices: tf.Tensor, rows: RowSpace) -> tf.Tensor:
+        """The number of sums, which fails unless there are as many of those that they meet."""
+        title = self._titles[indices.name]
+        remedy = 'Use tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse.'
+        if isinstance(rows, RowsToLast):
+            others = _count_to_last(self._graph.get_tensor_by_name(rows.name))
+            message = (
+                f'the last example with an entry must be the same in {title} and '
+                f'{self._titles[rows.name]}: sums of entries end with it, and those of both are '
+                f'used together. {remedy} The numbers of sums are'
+            )
+            return if_same([count, others], message, count)
+
+        total = self._shards.total
+        examples = self._graph.get_tensor_by_name(total) if isinstance(total, str) else total
+        message = (
+            f'the last example of a batch needs an entry in {title}, or the sums of entries end '
+            'with the last one that has any, and are fewer than the examples with which they are '
+            f'used. {remedy} The numbers of sums, examples are'
+        )
+        return if_same([count, examples], message, count)
+
+
+def _count_to_last(indices: tf.Tensor) -> tf.Tensor:
+    """How many rows there are up to the last one with an entry: an int32 scalar."""
+    rows = tf.concat([indices[:, 0], [-1]], 0)
+    return tf.cast(tf.reduce_max(rows) + 1, tf.int32)
