@@ -66,6 +66,11 @@ SUMS_OF_TWO = ('Add', 'AddV2')
 LESS = 'Less'
 LOGICAL_AND = 'LogicalAnd'
 
+UNIQUE = 'Unique'
+"""Gives the different entries of a vector, and for each entry its place among these."""
+SUM_BY_ID = 'UnsortedSegmentSum'
+"""Sums up the rows that have the same number, such as an id, or an id's place."""
+
 REDUCTIONS = ('All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum')
 """Ops that combine entries: if these are of several examples, towers have partial results."""
 

@@ -253,6 +253,25 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     return first if list(placements) == expected else None
 
 
+def decide_of_partial(
+    scope: Scope, op: tf.Operation, placements: Sequence[Placement]
+) -> Decision | None:
+    """How an op of the graph makes a partial result of partial results.
+
+    Args:
+      scope: the graph that the op is in.
+      op: one that is given partial results.
+      placements: of its inputs.
+
+    Returns:
+      None if it needs the reduced ones.
+    """
+    partial = passed_partial(op, placements)
+    if partial is not None:
+        return pass_on(op, placements, partial)
+    return entries.decide_of_sums(op, placements, scope.sizes)
+
+
 def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:
     """The decision for an op that makes a partial result of partial results."""
     if op.type in op_types.MERGE:

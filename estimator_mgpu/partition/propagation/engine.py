@@ -29,7 +29,7 @@ from estimator_mgpu.partition.propagation.branches import (
     decide_merge,
     decide_switch,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, pass_on, passed_partial
+from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Scope
@@ -327,9 +327,9 @@ class _Pass:
             self._begins_in_branch(rows_of(placement)) for placement in placements
         )
         if any(isinstance(placement, Partial) for placement in placements):
-            partial = None if rows_end else passed_partial(op, placements)
-            if partial is not None:
-                self.scope.record(op, pass_on(op, placements, partial))
+            of_partial = None if rows_end else decide_of_partial(self.scope, op, placements)
+            if of_partial is not None:
+                self.scope.record(op, of_partial)
                 return
 
             self._reduce_inputs(op, placements)

@@ -47,7 +47,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.rules import ragged
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import of_positions, of_rows
+from estimator_mgpu.partition.rules.selections import before_arrangement, of_positions, of_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -70,7 +70,7 @@ _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
 # What lookups of sparse ids make of each row: it's zero without entries.
 _SUMS = ('SegmentSum', *_SPARSE)
-SUMS_BY_ID = ('UnsortedSegmentSum', *_GRADIENTS, *_SPARSE_GRADIENTS)
+SUMS_BY_ID = (op_types.SUM_BY_ID, *_GRADIENTS, *_SPARSE_GRADIENTS)
 """Types of ops of which towers may have partial sums by id."""
 
 
@@ -368,12 +368,20 @@ def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
 
 def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`Unique`: of the ids of entries, those that are different, and the place of each."""
+    """`Unique`: of the ids of entries, those that are different, and the place of each.
+
+    Optimizers ask for it once more, of the ids that were looked up: these are different already.
+    """
     rows = rows_of(placements[0])
-    if not isinstance(rows, SelectedRows) or isinstance(rows, UniqueRows):
-        return None
     if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
         return None  # Each entry has one id.
+    if isinstance(rows, UniqueRows):
+        if before_arrangement(op.inputs[0]).name != rows.name:
+            return None  # What is computed of different ids may be the same.
+        dims = [[full_size(rows)], [full_size(rows)]]
+        return Decision(OpPlan((LOCAL,)), [Shard(0, rows), PlacesOfIds(rows, rows)], dims)
+    if not isinstance(rows, SelectedRows):
+        return None
     picked_from = None if rows.is_ordered else rows
     ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
     dims = [[full_size(ids)], [full_size(rows)]]
@@ -409,6 +417,57 @@ def _gradient_of_gather(
     data = LOCAL if placement == Shard(0, places.rows) else Slice(0, places.rows, ONE)
     needs = (data, LOCAL, count)
     return _summed_by_id(places.ids, needs, data_dims)
+
+
+def decide_of_sums(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """How an op on the sums by id that towers have is sharded; None if it needs the full ones.
+
+    Args:
+      op: one that is given partial results.
+      placements: of its inputs.
+      sizes: of tensors.
+    """
+    ids = rows_of(placements[0])
+    dims = sizes.dims(op.inputs[0])
+    if not isinstance(ids, UniqueRows) or not isinstance(placements[0], Partial):
+        return None
+    if not dims or dims[0] != full_size(ids):
+        return None
+    if op.type == op_types.RESHAPE:
+        return _reshaped_sums(ids, sizes.entries(op.inputs[1]))
+    return _sums_of_sums(op, ids, placements[1], dims, sizes) if op.type == op_types.SUM_BY_ID else None
+
+
+def _reshaped_sums(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
+    """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
+    local_shape = local_shape_of(shape, 0, ids)
+    if not shape or local_shape is None or shape[0] != full_size(ids):
+        return None
+    return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [list(shape)])
+
+
+def _sums_of_sums(
+    op: tf.Operation, ids: UniqueRows, segments: Placement, dims: Sequence[Size], sizes: Sizes
+) -> Decision | None:
+    """`UnsortedSegmentSum`: sums by id are added up by other numbers.
+
+    An optimizer adds up the rows of a gradient that have the same id, as it doesn't know that they
+    have different ones. And a gradient becomes dense if it's added to a dense one: the sum of each
+    id is in the id's row then.
+    """
+    if sizes.dims(op.inputs[1]) != [full_size(ids)]:
+        return None
+    if isinstance(segments, PlacesOfIds):
+        count = _count_of_ids(segments.ids, op.inputs[2], sizes)
+        if segments.rows is not ids or count is None:
+            return None
+        return _summed_by_id(segments.ids, (LOCAL, LOCAL, count), dims)
+    rows = sizes.entries(op.inputs[2])
+    if segments != Shard(0, ids) or not rows:
+        return None
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
 
 
 def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -472,9 +531,9 @@ _RULES = {
     'StridedSlice': _column,
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
-    'Unique': _unique,
+    op_types.UNIQUE: _unique,
     'GatherV2': _gather,
-    'UnsortedSegmentSum': _gradient_of_gather,
+    op_types.SUM_BY_ID: _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,
@@ -485,6 +544,6 @@ _RULES = {
 PADS_AND_SLICES = ('Pad', 'PadV2', 'Slice')
 """Types of ops for which these rules are asked first. If none holds, that of the table counts."""
 # Of these, only ops that are given positions or places.
-_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', 'UnsortedSegmentSum')
+_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.SUM_BY_ID)
 TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *PADS_AND_SLICES})
 """Types of ops that are sharded by these rules, or run once."""

@@ -221,7 +221,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
         return None  # Their order among those of all towers is told by one number for each row.
 
     # A mask that is reshaped has the same true entries.
-    mask = _before_arrangement(mask)
+    mask = before_arrangement(mask)
     key = of_sequence_mask(mask, sizes) or (mask.name, op.type)
     [selection] = sizes.selections(key, op.outputs, rows)
     columns = Size(sizes.rank(op.inputs[0]))
@@ -311,19 +311,19 @@ def _without_padding(
     padded, positions, _ = placements
     if not isinstance(padded, PaddedPositions) or not isinstance(positions, Positions):
         return None
-    found = _before_arrangement(op.inputs[1])
-    mask = _before_arrangement(found.op.inputs[0]) if found.op.type == _WHERE else found
+    found = before_arrangement(op.inputs[1])
+    mask = before_arrangement(found.op.inputs[0]) if found.op.type == _WHERE else found
     if mask.op.type != 'NotEqual' or positions.rows is not padded.rows:
         return None
     marks = mask.op.inputs[1]
-    is_mask = _before_arrangement(mask.op.inputs[0]) is _before_arrangement(op.inputs[0])
+    is_mask = before_arrangement(mask.op.inputs[0]) is before_arrangement(op.inputs[0])
     if not is_mask or sizes.entries(marks) != [Size(-1)]:
         return None
     taken = Positions(positions.selection, (), padded.values, ONE)
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [taken], [[positions.count]])
 
 
-def _before_arrangement(tensor: tf.Tensor) -> tf.Tensor:
+def before_arrangement(tensor: tf.Tensor) -> tf.Tensor:
     """What a tensor was before ops that keep its entries, in order."""
     while tensor.op.type in _SAME_ENTRIES:
         tensor = tensor.op.inputs[0]

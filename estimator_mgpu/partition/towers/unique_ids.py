@@ -19,6 +19,7 @@ from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, other_outpu
 from estimator_mgpu.partition.towers import sparse_rows
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.tf_internals import op_types
 
 
 class MergedIds(NamedTuple):
@@ -56,7 +57,7 @@ def merge(
     """
     nodes = shards.nodes
     joined = gather_selection(shards, ids, dtype, 0, device)
-    unique = nodes.add('Unique', [joined], device, T=dtype, out_idx=tf.int32)
+    unique = nodes.add(op_types.UNIQUE, [joined], device, T=dtype, out_idx=tf.int32)
     places = other_output(unique, 1)
     count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
     if is_sorted:
@@ -97,7 +98,7 @@ def add_up(
     """Adds up what towers have of the same ids."""
     joined = gather_selection(shards, sums, dtype, 0, device)
     inputs = [joined, merged.places, merged.size]
-    return shards.nodes.add('UnsortedSegmentSum', inputs, device, **_types(dtype))
+    return shards.nodes.add(op_types.SUM_BY_ID, inputs, device, **_types(dtype))
 
 
 def take_first(
