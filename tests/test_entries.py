@@ -790,6 +790,122 @@ def test_same_indices(behavior):
     assert not any(op.name.startswith('replicate/') for op in checks)
 
 
+# Dense ids and dense weights: -1 and 0 are padding, which each leave out by themselves.
+
+
+def from_dense(dense, padding):
+    """As feature columns do."""
+    places = tf.where(tf.not_equal(dense, tf.cast(padding, dense.dtype)))
+    shape = tf.shape(dense, out_type=tf.int64)
+    return tf.SparseTensor(places, tf.gather_nd(dense, places), shape)
+
+
+def dense_weights_of(features):
+    """For each id, a weight of its own."""
+    ids = features['dense']
+    return np.where(ids == -1, 0, floats(*ids.shape) + 2).astype(np.float32)
+
+
+def batches_with_dense_weights(*sizes):
+    batches = batches_of(*sizes)
+    for features, _ in batches:
+        features['dense weights'] = dense_weights_of(features)
+    return batches
+
+
+def to_sparse_with_dense_weights(features, labels):
+    dense = features['dense weights']
+    features, labels = to_sparse(features, labels)
+    return {**features, 'dense weights': dense}, labels
+
+
+def lookup_with_dense_weights(combiner, safe=True, scaled=False):
+    """Scaled weights are trained as well, so that gradients go through what is left out."""
+
+    def lookup(features):
+        ids, weights = from_dense(features['dense'], -1), features['dense weights']
+        if scaled:
+            weights *= tf.get_variable('scale', [COLUMNS], initializer=tf.ones_initializer())
+        weights = from_dense(weights, 0)
+        if safe:
+            return tf.nn.safe_embedding_lookup_sparse(table(), ids, weights, combiner)
+        found = tf.nn.embedding_lookup_sparse(table(), ids, weights, combiner=combiner)
+        behind = tf.shape(features['dense'])[0] - tf.shape(found)[0]
+        return tf.pad(found, [[0, behind], [0, 0]])
+
+    return lookup
+
+
+DENSE = {'static': False, 'preprocess': to_sparse_with_dense_weights}
+ON_ENTRIES = {'LogicalAnd', 'SegmentSum', 'Unique'}
+
+
+@pytest.mark.parametrize('scaled', [False, True], ids=['given', 'trained'])
+@pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
+def test_dense_weights(combiner, scaled, behavior):
+    model_fn = regression(lookup_with_dense_weights(combiner, scaled=scaled), 'adagrad')
+    ours, _ = compare(model_fn, batches_with_dense_weights(*ALL), 3, **DENSE)
+    assert not types_run_once(ours.graph) & (LOOKUPS | ON_ENTRIES)
+
+
+def test_dense_weights_of_a_plain_lookup(behavior):
+    model_fn = regression(lookup_with_dense_weights('sum', safe=False), 'adagrad')
+    compare(model_fn, batches_with_dense_weights(*ALL), 3, **DENSE)
+
+
+@pytest.mark.parametrize('microbatches', [2, 3])
+def test_microbatches_of_dense_weights(microbatches):
+    model_fn = regression(lookup_with_dense_weights('mean', scaled=True), 'adagrad')
+    one = train(model_fn, batches_with_dense_weights(*ALL), 0, **DENSE)
+    ours = train(
+        model_fn,
+        batches_with_dense_weights(*ALL),
+        2,
+        values=one.start,
+        microbatches=microbatches,
+        **DENSE,
+    )
+    assert_same(ours, one)
+
+
+def test_dense_weights_of_other_examples(behavior):
+    """As many as ids, but not in each example: a weight is that of the id at the same place."""
+    batches = batches_with_dense_weights(*ALL)
+    for features, _ in batches:
+        weights = features['dense weights']
+        features['dense weights'] = np.sort(weights.ravel()).reshape(weights.shape)
+    model_fn = regression(lookup_with_dense_weights('mean'), 'adagrad')
+    ours, _ = compare(model_fn, batches, 3, **DENSE)
+    assert not types_run_once(ours.graph) & LOOKUPS
+
+
+@pytest.mark.parametrize('count', ['fewer', 'more'])
+def test_other_numbers_of_dense_weights(count, behavior):
+    """It's an error on several devices, as on one."""
+    batches = batches_with_dense_weights(12)
+    weights = batches[0][0]['dense weights']
+    is_changed = weights > 0 if count == 'fewer' else weights == 0
+    weights[tuple(np.argwhere(is_changed)[0])] = 1.5 if count == 'more' else 0
+    model_fn = regression(lookup_with_dense_weights('mean'))
+    for devices in (0, 3):
+        with pytest.raises(tf.errors.InvalidArgumentError):
+            train(model_fn, batches, devices, **DENSE)
+
+
+def test_one_entry_for_all_of_another_mask():
+    """What a user's mask selects may be one row, which is broadcast to others: so it runs once."""
+
+    def model_fn(features, labels, mode):
+        ids = tf.cast(features['dense'], tf.float32)
+        first = tf.boolean_mask(ids, tf.range(tf.shape(ids)[0]) < 1)
+        others = tf.boolean_mask(ids, tf.not_equal(ids[:, 0], 2))
+        return tf.estimator.EstimatorSpec(mode, predictions={'product': others * first})
+
+    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
+    one, ours = [evaluate(model_fn, batches_of(*ALL), n, **options) for n in (0, 3)]
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
 # Lookups that give no row for the last examples of a batch if these have no ids.
 
 

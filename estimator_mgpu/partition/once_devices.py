@@ -6,6 +6,7 @@ That is the device of the variable that they serve: a gradient is summed where i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import device_spec
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.placements import rows_of
 from estimator_mgpu.partition.plan import FULL, OpPlan, Plan
+from estimator_mgpu.partition.sizes import UniqueRows
 from estimator_mgpu.tf_internals import function_calls, graphs, kernels, op_types, private
 from estimator_mgpu.tf_internals.effects import draws_numbers
 from estimator_mgpu.tf_internals.liveness import Liveness
@@ -89,6 +92,8 @@ def place_ops(division: Division) -> None:
                 devices[op] = device
     _place_full_values(local, full_value_devices, devices)
 
+    _share_out_ids(plan, division.devices, full_value_devices)
+
     for op in movable:
         if op in devices:
             device = devices[op]
@@ -116,6 +121,32 @@ def _place_full_values(
         device = None if name in full_value_devices else _device_of_consumers(tensor, devices)
         if device:
             full_value_devices[name] = device
+
+
+def _share_out_ids(
+    plan: Plan, tower_devices: Sequence[str], full_value_devices: dict[str, str]
+) -> None:
+    """Decides where the different ids of towers are put together that are looked up in a table.
+
+    That is needed long before the table's update, which keeps the table's device busy. So another
+    device does it, if it has less to do: one without a table, or with fewer of them.
+
+    Args:
+      plan: what towers have.
+      tower_devices: those of towers.
+      full_value_devices: of tensors, by name, to which those of ids are added.
+    """
+    device_of_table: dict[UniqueRows, str] = {}  # where what belongs to the ids is used
+    for name, placement in plan.placements.items():
+        rows = rows_of(placement)
+        if isinstance(rows, UniqueRows) and name in full_value_devices:
+            device_of_table.setdefault(rows, full_value_devices[name])
+
+    load = Counter(device_of_table.values())
+    for ids, device in device_of_table.items():
+        others = [other for other in tower_devices if _is_like(other, device)]
+        full_value_devices[ids.name] = min([device, *others], key=load.__getitem__)
+        load[full_value_devices[ids.name]] += 1
 
 
 def _spread_draws(

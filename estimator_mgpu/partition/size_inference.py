@@ -138,7 +138,11 @@ class Sizes:
             self.set_dims(tensor, [full_size(rows), *dims[1:]])
 
     def selections(
-        self, key: Hashable, outputs: Sequence[tf.Tensor], rows: RowSpace
+        self,
+        key: Hashable,
+        outputs: Sequence[tf.Tensor],
+        rows: RowSpace,
+        kind: type[SelectedRows] = SelectedRows,
     ) -> tuple[SelectedRows, ...]:
         """The row spaces of the selections that are made of rows.
 
@@ -147,11 +151,13 @@ class Sizes:
             the same says it are the same.
           outputs: tensors with the entries, one for each selection.
           rows: what the selections are made of.
+          kind: which row spaces they are, unless they are made of different ids.
         """
         picked_from = None
         if isinstance(rows, SelectedRows) and not rows.is_ordered:
             picked_from = rows
-        kind = PickedIds if isinstance(rows, UniqueRows) else SelectedRows
+        if isinstance(rows, UniqueRows):
+            kind = PickedIds
         made = [
             kind(selection.name, None, origin_of(rows), picked_from=picked_from)
             for selection in outputs

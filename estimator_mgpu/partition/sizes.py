@@ -62,6 +62,14 @@ class Entries(SelectedRows):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class DenseEntries(SelectedRows):
+    """The entries that a sparse tensor has of a dense one: all but those of one value, such as -1.
+
+    Ids and their weights are used one by one, but each are told from the padding by themselves.
+    """
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class RowsToLast(SelectedRows):
     """The examples up to the last one that has an entry: sums of entries by their rows end there.
 
@@ -285,6 +293,18 @@ def full_size(rows: RowSpace) -> Size:
 def product(sizes: Sequence[Size]) -> Size:
     """The product of sizes."""
     return math.prod(sizes, start=ONE)
+
+
+def are_used_one_by_one(size: Size, rows: RowSpace) -> bool:
+    """Whether a size is the number of other entries than some, which have to be as many as these.
+
+    The entries of two sparse tensors that were made of dense ones may meet one by one, as those of
+    ids and of weights do. A single entry isn't broadcast to all others: the step fails then.
+    """
+    others = size.rows
+    if not isinstance(rows, DenseEntries) or not isinstance(others, DenseEntries):
+        return False
+    return size == full_size(others) and others.origin is rows.origin
 
 
 def per_row(size: Size, rows: RowSpace) -> Size | None:

@@ -42,6 +42,7 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
+    are_used_one_by_one,
     full_size,
     known,
     per_row,
@@ -322,6 +323,8 @@ class Match:
         if isinstance(way.rows, UniqueRows):
             return None  # A tower's ids don't follow each other.
         factor = per_row(dims[axis], way.rows)
+        if way.factor == ONE and are_used_one_by_one(dims[axis], way.rows):
+            factor = ONE
         if factor is None:
             if not self._must_be_equal(tensor, way.label):
                 return None  # It may have one entry in this step, which the op would broadcast.

@@ -67,11 +67,13 @@ from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
+    DenseEntries,
     RowSpace,
     RowsToLast,
     SelectedRows,
     Size,
     UniqueRows,
+    are_used_one_by_one,
     full_size,
     is_ordered,
     product,
@@ -223,10 +225,22 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     # A mask that is reshaped has the same true entries.
     mask = before_arrangement(mask)
     key = of_sequence_mask(mask, sizes) or (mask.name, op.type)
-    [selection] = sizes.selections(key, op.outputs, rows)
+    kind = DenseEntries if _is_without_padding(mask, sizes) else SelectedRows
+    [selection] = sizes.selections(key, op.outputs, rows, kind)
     columns = Size(sizes.rank(op.inputs[0]))
     positions = Positions(selection, (), rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[full_size(selection), columns]])
+
+
+def _is_without_padding(mask: tf.Tensor, sizes: Sizes) -> bool:
+    """Whether a mask tells which entries of a dense tensor a sparse one has: all but of one value.
+
+    So say `tf.sparse.from_dense`, and feature columns, which are given ids that are padded by -1.
+    """
+    if mask.op.type != 'NotEqual' or (sizes.rank(mask) or 0) < 2:
+        return False
+    padding = mask.op.inputs[1]
+    return padding.shape.rank == 0 or is_zero(padding)
 
 
 # Ops that are given positions.
@@ -461,6 +475,8 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
         if positions.selection.name not in to_last.summed or count != full_size(to_last):
             return None
         rows = to_last
+    elif are_used_one_by_one(count, rows) and factor == ONE:
+        return Slice(0, rows, ONE)
     elif not count.same_as(positions.total):
         return None
     return LOCAL if placement == Shard(0, rows) else Slice(0, rows, factor)

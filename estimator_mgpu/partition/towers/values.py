@@ -463,9 +463,13 @@ class Values:
         assert isinstance(rows, UniqueRows)
         origin = self.shards_of(rows.origin)
         ids = self._graph.get_tensor_by_name(rows.name)
-        ids_of_towers = [self.local(ids, tower) for tower in self._towers]
         merged = unique_ids.merge(
-            origin, ids_of_towers, ids.dtype, rows.is_sorted, self._first_entries(rows, ids), device
+            origin,
+            [self.local(ids, tower) for tower in self._towers],
+            ids.dtype,
+            rows.is_sorted,
+            self._first_entries(rows, ids),
+            self.origins.device_of_full(ids),
         )
         if tensor.name == rows.name:
             return {tensor.name: merged.ids}
