@@ -117,6 +117,46 @@ def test_weighted_lookup(key, combiner):
     assert not types_run_once(ours.graph) & LOOKUPS
 
 
+@pytest.mark.parametrize('optimizer', ['sgd', 'adagrad'])
+@pytest.mark.parametrize('divided', [False, True], ids=['by id', 'by a number of the id'])
+def test_dense_gradient(divided, optimizer, behavior):
+    """Rows of the table are used without a lookup, too: so all gradients of it are dense."""
+
+    def forward(features):
+        weighted = safe_lookup('mean', weights=True)(features)
+        with tf.variable_scope('', reuse=tf.AUTO_REUSE):
+            ids = features['sparse']
+            sums = tf.nn.safe_embedding_lookup_sparse(table(), ids, None, 'sum')
+            different, places = tf.unique(ids.values)
+            rows = tf.gather(tf.gather(table(), different // (4 if divided else 1)), places)
+            own = tf.sparse.sparse_dense_matmul(
+                ids.with_values(tf.reduce_sum(rows, 1)), floats(COLUMNS, WIDTH)
+            )
+            return tf.concat([weighted, sums, own @ table()[:WIDTH]], 1)
+
+    model_fn = regression(forward, optimizer)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    assert not types_run_once(ours.graph) & {'UnsortedSegmentSum', 'AddN', *LOOKUPS}
+
+
+@pytest.mark.parametrize('tables, devices', [(1, [1]), (2, [1, 2]), (3, [0, 1, 2])])
+def test_where_ids_are_put_together(tables, devices, behavior):
+    """On a device without a table, if there is one: towers look up ids of their own."""
+
+    def forward(features):
+        found = []
+        for number in range(tables):
+            with tf.variable_scope(f'part_{number}'):
+                found.append(safe_lookup('sum')(features))
+        return tf.concat(found, 1)
+
+    model_fn = regression(forward, 'adagrad')
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    merges = [op for op in ours.graph.get_operations() if '/replicate/Unique_' in op.name]
+    found = sorted(tf.DeviceSpec.from_string(op.device).device_index for op in merges)
+    assert found == devices
+
+
 @pytest.mark.parametrize('weights', [False, True])
 @pytest.mark.parametrize('strategy', ['mod', 'div'])
 def test_table_in_parts(strategy, weights):
@@ -884,12 +924,15 @@ def test_other_numbers_of_dense_weights(count, behavior):
     """It's an error on several devices, as on one."""
     batches = batches_with_dense_weights(12)
     weights = batches[0][0]['dense weights']
-    is_changed = weights > 0 if count == 'fewer' else weights == 0
+    is_changed = weights != 0 if count == 'fewer' else weights == 0
     weights[tuple(np.argwhere(is_changed)[0])] = 1.5 if count == 'more' else 0
+    ids = np.sum(batches[0][0]['dense'] != -1)
     model_fn = regression(lookup_with_dense_weights('mean'))
-    for devices in (0, 3):
-        with pytest.raises(tf.errors.InvalidArgumentError):
-            train(model_fn, batches, devices, **DENSE)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **DENSE)
+    message = rf'same number of entries.*\[{np.sum(weights != 0)} {ids}\]'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(model_fn, batches, 3, **DENSE)
 
 
 def test_one_entry_for_all_of_another_mask():

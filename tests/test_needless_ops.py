@@ -48,6 +48,15 @@ def needed(features, labels, mode):
     return spec_of(mode, loss, sgd(loss))
 
 
+def looked_up(features, labels, mode):
+    """An optimizer adds up rows of the same id, but different ids were looked up."""
+    ids = tf.sparse.from_dense(tf.cast(3 * tf.abs(features['x']), tf.int64))
+    net = tf.nn.safe_embedding_lookup_sparse(weights('table', 20, 3), ids)
+    loss = tf.reduce_mean(tf.square(tf.reduce_sum(net, 1, keepdims=True) - labels))
+    optimizer = tf.train.AdagradOptimizer(0.1)
+    return spec_of(mode, loss, optimizer.minimize(loss, tf.train.get_global_step()))
+
+
 def run(model_fn, names, devices, microbatches=1):
     """Returns the graph, and numbers of the model.
 
@@ -109,3 +118,23 @@ def test_those_that_are_needed(behavior):
     if behavior == 'v1':  # Otherwise the loop and the branch are functions.
         names |= {'while/looped', 'cond/branch'}
     assert with_copies(names, graph) == names
+
+
+@pytest.mark.core
+@pytest.mark.parametrize('devices, microbatches', [(2, 1), (1, 2)], ids=['2x1', '1x2'])
+def test_ids_that_are_different_already(devices, microbatches, behavior):
+    update = 'Adagrad/update_table'
+    names = [f'{update}/Unique', f'{update}/UnsortedSegmentSum']
+    graph = compare(looked_up, names, devices, microbatches)
+    assert not with_copies(names, graph)
+    [apply] = [op for op in graph.get_operations() if 'SparseApplyAdagrad' in op.type]
+    assert not {op.name for op in upstream_of(apply)} & set(names)
+
+
+def upstream_of(op):
+    found, stack = set(), [op]
+    while stack:
+        before = [tensor.op for tensor in stack.pop().inputs]
+        stack += [one for one in before if one not in found]
+        found.update(before)
+    return found

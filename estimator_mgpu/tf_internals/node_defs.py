@@ -25,7 +25,7 @@ def const_def(value: Any, dtype: tf.DType) -> Any:
 
 
 def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef: a DType, shape, tensor, text, number or list of integers."""
+    """Sets an attribute of a NodeDef: a DType, shape, tensor, text, number, or list of integers or types."""
     if isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
     elif isinstance(value, tf.TensorShape):
@@ -40,5 +40,7 @@ def set_attr(attr: Any, value: Any) -> None:
         attr.b = value
     elif isinstance(value, int):
         attr.i = value
+    elif value and isinstance(value[0], tf.DType):
+        attr.list.CopyFrom(tf.AttrValue.ListValue(type=[dtype.as_datatype_enum for dtype in value]))
     else:
         attr.list.CopyFrom(tf.AttrValue.ListValue(i=value))

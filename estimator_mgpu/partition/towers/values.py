@@ -41,6 +41,7 @@ from estimator_mgpu.partition.sizes import (
     Size,
     Splits,
     UniqueRows,
+    are_used_one_by_one,
     full_size,
     per_row,
     product,
@@ -56,6 +57,13 @@ from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 from estimator_mgpu.tf_internals import op_types
+
+
+_OTHER_ENTRIES = (
+    'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
+    'must have the same number of entries. Ids of -1 and weights of 0 are none: give a weight '
+    'other than 0 for each id, and 0 for each -1. The numbers of entries are'
+)
 
 
 class Values:
@@ -184,12 +192,40 @@ class Values:
         rows = need.factor * full_size(need.rows)
         if dims and dims[need.axis].same_as(rows):
             return full
+        count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
+        if dims and are_used_one_by_one(dims[need.axis], need.rows):
+            return self._if_as_many_entries(tensor, full, need.axis, count, device)
         # A split into `count` rows and none fails if there are more or fewer. Grappler would remove
         # one into a single part.
-        count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
         parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
         types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
         return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
+
+    def _if_as_many_entries(
+        self, tensor: tf.Tensor, full: str, axis: int, others: Number, device: str
+    ) -> str:
+        """A full value, which fails unless it has as many entries as others have.
+
+        Args:
+          tensor: what one device has.
+          full: its full value.
+          axis: the dimension along which the entries are.
+          others: how many others there are, int64.
+          device: that of the full value.
+        """
+        nodes = self._nodes
+        dtype = tensor.dtype.base_dtype
+        shape = nodes.add('Shape', [full], device, T=dtype, out_type=tf.int64)
+        types = {'Tparams': tf.int64, 'Tindices': tf.int32}
+        count = nodes.add('Gather', [shape, axis], nodes.host, **types)
+        counts = nodes.tensor([count, others], tf.int64, tf.int64)
+        message = nodes.const(_OTHER_ENTRIES, tf.string, nodes.host)
+        same = nodes.add('Equal', [count, nodes.scalar(others, tf.int64)], nodes.host, T=tf.int64)
+        check = nodes.add(
+            'Assert', [same, message, counts], nodes.host, T=(tf.string, tf.int64), summarize=2
+        )
+        waits = f'^{check.partition(":")[0]}'
+        return nodes.add('Identity', [full, waits], device, T=dtype)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
         """Whether a full value waits for its turns as bits: a mask that isn't the batch's."""
