@@ -126,27 +126,30 @@ def _place_full_values(
 def _share_out_ids(
     plan: Plan, tower_devices: Sequence[str], full_value_devices: dict[str, str]
 ) -> None:
-    """Decides where the different ids of towers are put together that are looked up in a table.
+    """Decides where the different ids of towers are put together, and what belongs to them.
 
-    That is needed long before the table's update, which keeps the table's device busy. So another
-    device does it, if it has less to do: one without a table, or with fewer of them.
+    These are the ids that are looked up in a table, and the sums of its gradient by id. Its update
+    keeps the table's device busy. So another device adds them up, if it has less to do: one
+    without a table, or with fewer of them. The table's device is then given one row of each id.
 
     Args:
       plan: what towers have.
       tower_devices: those of towers.
-      full_value_devices: of tensors, by name, to which those of ids are added.
+      full_value_devices: of tensors, by name. Those of ids, and of what belongs to them, are set.
     """
-    device_of_table: dict[UniqueRows, str] = {}  # where what belongs to the ids is used
+    belonging: dict[UniqueRows, list[str]] = {}
     for name, placement in plan.placements.items():
         rows = rows_of(placement)
         if isinstance(rows, UniqueRows) and name in full_value_devices:
-            device_of_table.setdefault(rows, full_value_devices[name])
+            belonging.setdefault(rows, []).append(name)
 
-    load = Counter(device_of_table.values())
-    for ids, device in device_of_table.items():
-        others = [other for other in tower_devices if _is_like(other, device)]
-        full_value_devices[ids.name] = min([device, *others], key=load.__getitem__)
-        load[full_value_devices[ids.name]] += 1
+    tables = {ids: full_value_devices[names[0]] for ids, names in belonging.items()}
+    load = Counter(tables.values())
+    for ids, table in tables.items():
+        others = [device for device in tower_devices if _is_like(device, table)]
+        device = min([table, *others], key=load.__getitem__)
+        load[device] += 1
+        full_value_devices.update(dict.fromkeys([ids.name, *belonging[ids]], device))
 
 
 def _spread_draws(

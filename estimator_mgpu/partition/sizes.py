@@ -304,7 +304,7 @@ def are_used_one_by_one(size: Size, rows: RowSpace) -> bool:
     others = size.rows
     if not isinstance(rows, DenseEntries) or not isinstance(others, DenseEntries):
         return False
-    return size == full_size(others) and others.origin is rows.origin
+    return others is not rows and others.origin is rows.origin and size == full_size(others)
 
 
 def per_row(size: Size, rows: RowSpace) -> Size | None:

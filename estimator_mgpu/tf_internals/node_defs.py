@@ -25,7 +25,10 @@ def const_def(value: Any, dtype: tf.DType) -> Any:
 
 
 def set_attr(attr: Any, value: Any) -> None:
-    """Sets an attribute of a NodeDef: a DType, shape, tensor, text, number, or list of integers or types."""
+    """Sets an attribute of a NodeDef.
+
+    It's a DType, shape, tensor, text or number, or a list of integers or DTypes.
+    """
     if isinstance(value, tf.DType):
         attr.type = value.as_datatype_enum
     elif isinstance(value, tf.TensorShape):

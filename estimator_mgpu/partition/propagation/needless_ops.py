@@ -29,7 +29,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.order import Order
-from estimator_mgpu.partition.placements import Partial, PlacesOfIds, Placement, Shard
+from estimator_mgpu.partition.placements import Partial, Placement, PlacesOfIds, Shard
 from estimator_mgpu.partition.plan import LOCAL, Constant, Plan, RaggedRows, SparseRows
 from estimator_mgpu.tf_internals import graphs, op_types
 
@@ -127,7 +127,7 @@ def _source_to_use_instead(
 
 
 def _are_own_places(placements: Mapping[str, Placement], places: tf.Tensor) -> bool:
-    """Whether each of different ids has its own place: so what is summed by these stays the same."""
+    """Whether each of different ids has a place of its own, so that sums by these are the rows."""
     placement = placements.get(places.name)
     return isinstance(placement, PlacesOfIds) and placement.rows is placement.ids
 

@@ -437,7 +437,9 @@ def decide_of_sums(
         return None
     if op.type == op_types.RESHAPE:
         return _reshaped_sums(ids, sizes.entries(op.inputs[1]))
-    return _sums_of_sums(op, ids, placements[1], dims, sizes) if op.type == op_types.SUM_BY_ID else None
+    if op.type == op_types.SUM_BY_ID:
+        return _sums_of_sums(op, ids, placements[1], dims, sizes)
+    return None
 
 
 def _reshaped_sums(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
@@ -467,7 +469,8 @@ def _sums_of_sums(
     rows = sizes.entries(op.inputs[2])
     if segments != Shard(0, ids) or not rows:
         return None
-    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
+    plan = OpPlan((LOCAL, LOCAL, FULL))
+    return Decision(plan, [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
 
 
 def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:

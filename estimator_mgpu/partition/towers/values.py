@@ -58,7 +58,6 @@ from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 from estimator_mgpu.tf_internals import op_types
 
-
 _OTHER_ENTRIES = (
     'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
     'must have the same number of entries. Ids of -1 and weights of 0 are none: give a weight '
