@@ -129,8 +129,9 @@ def _share_out_ids(
     """Decides where the different ids of towers are put together, and what belongs to them.
 
     These are the ids that are looked up in a table, and the sums of its gradient by id. Its update
-    keeps the table's device busy. So another device adds them up, if it has less to do: one
-    without a table, or with fewer of them. The table's device is then given one row of each id.
+    keeps the table's device busy. So a device without a table adds them up, if there is one on the
+    machine, and sends one row of each id to the table's device. If all devices have tables, that
+    device does it, which is given the ids for the lookup anyhow.
 
     Args:
       plan: what towers have.
@@ -144,9 +145,10 @@ def _share_out_ids(
             belonging.setdefault(rows, []).append(name)
 
     tables = {ids: full_value_devices[names[0]] for ids, names in belonging.items()}
+    without_tables = [device for device in tower_devices if device not in tables.values()]
     load = Counter(tables.values())
     for ids, table in tables.items():
-        others = [device for device in tower_devices if _is_like(device, table)]
+        others = [device for device in without_tables if _is_like(device, table)]
         device = min([table, *others], key=load.__getitem__)
         load[device] += 1
         full_value_devices.update(dict.fromkeys([ids.name, *belonging[ids]], device))
