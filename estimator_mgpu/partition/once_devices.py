@@ -1,6 +1,7 @@
 """On which device ops that run once run, and on which one sums and gathers are made.
 
 That is the device of the variable that they serve: a gradient is summed where its variable lives.
+Only that of a table, whose rows are summed by id, may be summed on a device without a table.
 `variable_devices` decides where variables live.
 """
 

@@ -373,6 +373,8 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     Optimizers ask for it once more, of the ids that were looked up: these are different already.
     """
     rows = rows_of(placements[0])
+    if not isinstance(rows, SelectedRows):
+        return None
     if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
         return None  # Each entry has one id.
     if isinstance(rows, UniqueRows):
@@ -380,8 +382,7 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
             return None  # What is computed of different ids may be the same.
         dims = [[full_size(rows)], [full_size(rows)]]
         return Decision(OpPlan((LOCAL,)), [Shard(0, rows), PlacesOfIds(rows, rows)], dims)
-    if not isinstance(rows, SelectedRows):
-        return None
+
     picked_from = None if rows.is_ordered else rows
     ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
     dims = [[full_size(ids)], [full_size(rows)]]
