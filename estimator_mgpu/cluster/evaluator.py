@@ -56,7 +56,7 @@ class Follower:
             and chief_ending.status is not None
             and chief_ending != self._ending_before
         ):
-            chief_ending.end_process('the evaluator')
+            chief_ending.end_as_chief_did('the evaluator')
         self._wait_for_chief()
 
     def _wait_for_chief(self) -> None:

@@ -15,7 +15,7 @@ from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.devices import CHIEF
 
 _CHECK_EVERY = 30  # seconds from one check to the next
-_GRACE = 20  # seconds after SIGTERM in which a task still serves the chief's last checkpoint
+_SERVES_AFTER_SIGTERM = 20  # seconds, for the chief's last checkpoint
 
 
 def serve(task: Task, model_dir: str) -> NoReturn:
@@ -33,7 +33,7 @@ def serve(task: Task, model_dir: str) -> NoReturn:
         ending = _ending_of_service(task, model_dir)
     finally:  # What the script does after this may hang.
         task.busy = False
-    ending.end_process(task.name)
+    ending.end_as_chief_did(task.name)
 
 
 def _ending_of_service(task: Task, model_dir: str) -> Ending:
@@ -68,7 +68,10 @@ def _ending_of_service(task: Task, model_dir: str) -> Ending:
                 task.check_alone()
                 next_check_alone_at = time.monotonic() + _CHECK_EVERY
 
-            if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _GRACE:
+            if (
+                task.sigterm_at is not None
+                and time.monotonic() > task.sigterm_at + _SERVES_AFTER_SIGTERM
+            ):
                 raise SystemExit(SIGTERM_STATUS)
             time.sleep(1)
             ending = look()
@@ -92,7 +95,7 @@ def _ending_of_chief(notes: Notes) -> Ending | None:
     if not text:
         return None
     ending = Ending.from_text(text)
-    return ending if ending.chief == notes.read('chief') else None
+    return ending if ending.incarnation == notes.read('chief') else None
 
 
 def _missed_ending(task: Task, notes: Notes, file: FileReader) -> Ending | None:

@@ -12,6 +12,7 @@ import time
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.cluster.end_of_chief import EndOfChief
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
@@ -20,7 +21,7 @@ _ASK_EVERY = 5  # seconds from one question to the next
 _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
 _LOG_AFTER = 20  # seconds without an answer, after which the log names a task
 _LOG_EVERY = 30  # seconds from one such message to the next
-_GRACE = 15  # seconds that others have to end the process before this module does
+_LATER_THAN_OTHERS = 15  # seconds that others have to end the process before this module does
 
 
 class Watch:
@@ -29,18 +30,20 @@ class Watch:
     Each other task has a thread that asks it which chief leads it. One more thread, the judge,
     looks every second at when they have answered. The threads run within a `with` statement:
 
-        with Watch(task, leadership) as watch:
+        with Watch(task, leadership, end) as watch:
             ...  # train
             watch.check()  # before a checkpoint is saved
 
     Args:
-      task: this process.
-      leadership: that of this process, which is the chief.
+      task: this process, which is the chief.
+      leadership: that over the other tasks.
+      end: how this process ends.
     """
 
-    def __init__(self, task: Task, leadership: Leadership) -> None:
+    def __init__(self, task: Task, leadership: Leadership, end: EndOfChief) -> None:
         self._task = task
         self._leadership = leadership
+        self._end = end
         self._over = threading.Event()
         # Times are those of time.monotonic().
         self._awake_since = time.monotonic()  # since when this process wasn't stopped
@@ -102,10 +105,10 @@ class Watch:
         # task, or have met a new process of it.
         has_begun = self._leadership.has_begun
         known = self._task.processes.get(name)
-        chief = self._leadership.chief_of(notes)
+        leader = self._leadership.leader_of(notes)
         self._answered_at[name] = time.monotonic()
         self._drop_connections_to_old_process(name, known, notes.read('process'))
-        if has_begun and self._leadership.is_another(chief):
+        if has_begun and self._leadership.is_another(leader):
             self._leadership.replaced_on = name
 
     def _drop_connections_to_old_process(self, name: str, known: str | None, process: str) -> None:
@@ -192,13 +195,13 @@ class Watch:
 
     def _end_after_limit(self, silences: dict[str, float]) -> None:
         """Ends the process if a task has been silent for too long."""
-        # Other code that waits for the task has the limit without the grace. Its error comes first,
+        # Other code that waits for the task has the limit without more. Its error comes first,
         # and tells the cause.
-        limit = self._task.limit + _GRACE
+        limit = self._task.limit + _LATER_THAN_OTHERS
         silent = self._described(silences, limit)
         if silent:
             error = f'{silent} (session_creation_timeout_secs: {self._task.limit})'
-            self._leadership.end_process(error, 1)
+            self._end.end_process(error, 1)
 
     def _end_if_replaced(self, now: float) -> None:
         """Ends the process if another chief has replaced it, and the present step doesn't end."""
@@ -206,6 +209,6 @@ class Watch:
             return
         if self._replaced_since is None:
             self._replaced_since = now
-        if now - self._replaced_since > _GRACE:
+        if now - self._replaced_since > _LATER_THAN_OTHERS:
             error = self._leadership.replacement_error()
-            self._leadership.end_process(error, 1)
+            self._end.end_process(error, 1)
