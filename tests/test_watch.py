@@ -155,7 +155,7 @@ def test_a_task_that_is_waited_for_is_not_named_twice(task, watching, caplog):
 
 
 @pytest.mark.core
-def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
+def test_a_task_that_never_answers_again(end, watching, caplog):
     """The chief ends a little later than one that waits for a task would."""
     watching.after(115)
     with pytest.raises(SystemExit, match='1'):

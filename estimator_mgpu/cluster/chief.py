@@ -163,17 +163,11 @@ class Chief:
                     time.sleep(0.1)
 
     def _meet(self, prepare: Callable[[], T]) -> T:
-        """Waits until all tasks answer, checks and leads them, and then prepares the training.
+        """Waits until all tasks answer, checks and leads them, and returns what `prepare` returns.
 
         It waits for a task that hasn't been started yet, was killed, or is stopped or cut off. If a
-        task is lost after it has answered, all tasks are asked again, as another process may be
-        that task by then.
-
-        Args:
-          prepare: called once all tasks are there. If one is lost meanwhile, it's called again.
-
-        Returns:
-          What `prepare` returns.
+        task is lost after it has answered, also while `prepare` runs, all tasks are asked again, as
+        another process may be that task by then.
         """
         start = time.monotonic()
         while True:
@@ -238,15 +232,11 @@ class Chief:
             )
 
     def until_saved(self, train: Callable[[], T]) -> T:
-        """Trains, again from the last checkpoint if a task is lost as hooks come to their end.
+        """Returns what `train` returns, which trains up to the last step.
 
-        One of them saves the last step. `MonitoredSession` makes no new session then.
-
-        Args:
-          train: trains up to the last step. It may be called several times.
-
-        Returns:
-          What `train` returns.
+        If a task is lost as hooks come to their end, it's called again, and trains from the last
+        checkpoint: one of them saves the last step, and `MonitoredSession` makes no new session
+        then.
         """
         while True:
             try:

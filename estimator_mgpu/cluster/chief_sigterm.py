@@ -31,10 +31,7 @@ _LONGEST_SAVE = 3600  # seconds
 class ChiefSigterm:
     """Ends this process some seconds after SIGTERM, if the main thread doesn't.
 
-    Args:
-      task: this process.
-      end: how it ends.
-      watch: returns the watch of a training, or None at other times.
+    `watch` returns the watch of the training that goes on, or None if none does.
     """
 
     def __init__(self, task: Task, end: EndOfChief, watch: Callable[[], Watch | None]) -> None:

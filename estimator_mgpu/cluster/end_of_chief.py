@@ -99,8 +99,6 @@ class EndOfChief:
           error: the error that it ends by, as text; None if it ends without one.
           status: its exit status.
         """
-        if not self._leadership.has_begun:
-            return
         end = Ending(self._task.incarnation, error, status)
         self._tell_tasks(end)
         if self._leadership.replaced_on:
@@ -112,31 +110,33 @@ class EndOfChief:
                 ending.write(model_dir, end)
 
     def _untold(self) -> list[str]:
-        """The names of the tasks that still have to be told."""
+        """The tasks that have to be told yet; none if how this chief ends isn't its to tell."""
         if not self._leadership.has_begun or self._leadership.replaced_on:
             return []
         return [name for name in self._task.others if name not in self._told]
 
     def _tell_tasks(self, end: Ending) -> None:
-        """Tells those of the other tasks that still have to be told, and can be reached."""
+        """Tells those tasks that have to be told yet, and can be reached."""
         addresses = self._task.addresses
         untold = self._untold()
         there = reach.that_answer(addresses[name] for name in untold)
-        reached = {}
-        with self._task.notes_on_all(name for name in untold if addresses[name] in there) as notes:
-            for name, notes_there in notes.items():
+        names = [name for name in untold if addresses[name] in there]
+
+        with self._task.notes_on_all(names) as all_notes:
+            reached = {}
+            for name, notes in all_notes.items():
                 with contextlib.suppress(tf.errors.OpError):  # The other tasks are told anyway.
-                    if not self._leadership.is_of_cluster(notes_there):
+                    if not self._leadership.is_of_cluster(notes):
                         continue
-                    if self._leadership.is_another(notes_there.read('chief')):
+                    if self._leadership.is_another(notes.read('chief')):
                         self._leadership.replaced_on = name
                         return
-                    reached[name] = notes_there
+                    reached[name] = notes
 
-            for name, notes_there in reached.items():
+            for name, notes in reached.items():
                 with contextlib.suppress(tf.errors.OpError):
-                    notes_there.write('end', end.text())
-                    notes_there.write('chief', self._task.incarnation)
+                    notes.write('end', end.text())
+                    notes.write('chief', self._task.incarnation)
                     self._told.add(name)
 
     def _tell_those_that_come_back(self) -> None:

@@ -65,11 +65,7 @@ class Ending(NamedTuple):
         return json.dumps(self)
 
     def end_as_chief_did(self, name: str) -> NoReturn:
-        """Ends this process, which is another task, as the chief has ended.
-
-        Args:
-          name: of this task, for the log.
-        """
+        """Ends this process, which is another task, and which the log calls by this name."""
         if self.error is not None:
             raise RuntimeError(f'The chief has failed: {self.error}')
         if self.status:
@@ -77,11 +73,9 @@ class Ending(NamedTuple):
         raise SystemExit(self.status)
 
     def was_missed(self, address: str, limit: float) -> bool:
-        """Whether a task was away as the chief, lately, ended with 0: then it has nothing to do.
+        """Whether the task at an address was away as the chief ended with 0: it has nothing to do.
 
-        Args:
-          address: the task's.
-          limit: how many seconds later it doesn't count any more.
+        After `limit` seconds, that doesn't count any more.
         """
         is_recent = abs(time.time() - self.at) < limit
         return self.status == 0 and address in self.untold and is_recent
@@ -90,8 +84,7 @@ class Ending(NamedTuple):
 class FileReader:
     """Reads a chief's file now and then, for a process that waits for others.
 
-    Args:
-      model_dir: where the file is. Not every task sees it.
+    Not every task sees the file.
 
     Attributes:
       before: what the file said at first; None if there was none.

@@ -21,10 +21,7 @@ from estimator_mgpu.tf_internals import tf_estimator
 class Follower:
     """Lets an evaluator end as the chief ends, once it has nothing more to evaluate.
 
-    Args:
-      model_dir: where checkpoints are.
-      address: the chief's.
-      limit: for how many seconds a chief that can't be reached is waited for.
+    A chief that can't be reached at its address is waited for, up to a limit in seconds.
     """
 
     def __init__(self, model_dir: str, address: str, limit: float) -> None:

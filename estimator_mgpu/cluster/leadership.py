@@ -23,9 +23,6 @@ _REPLACED = (
 class Leadership:
     """The leadership of this process, which is the chief, over the other tasks.
 
-    Args:
-      task: this process.
-
     Attributes:
       has_begun: whether this chief has left its notes on the other tasks.
       replaced_on: the name of a task that another chief leads, in the place of this one; or ''.

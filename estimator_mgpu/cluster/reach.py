@@ -81,10 +81,6 @@ def check_server(name: str, address: str) -> None:
     """Raises RuntimeError if what answers at a task's address is no server of TensorFlow's.
 
     It returns if nothing answers: that may also be the task's process, while it's stopped.
-
-    Args:
-      name: the task's, for the error.
-      address: where the task should be.
     """
     answer = _answer(address)
     if answer is not None and not _is_settings(answer):
@@ -132,6 +128,5 @@ def _begun_connections(address: str) -> list[socket.socket]:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Returns the host and the port."""
     host, _, port = address.rpartition(':')
     return host.strip('[]'), int(port)

@@ -37,10 +37,7 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
 def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Notes]) -> None:
     """Raises ValueError if a task that saves a part of each checkpoint doesn't see the model_dir.
 
-    Args:
-      graph: that of the training, with its saver.
-      model_dir: the chief's.
-      notes_on: as `Task.notes_on`.
+    The graph has a saver, and `notes_on` is that of a `Task`.
     """
     names = sorted(saving_tasks(graph) - {CHIEF})
     if not names:

@@ -36,9 +36,6 @@ _NO_PROXY_OF_ALL = 'no_proxy'
 class Task:
     """This process, as a task of TF_CONFIG's cluster. It runs TensorFlow's server.
 
-    Args:
-      config: a RunConfig that has read TF_CONFIG.
-
     Attributes:
       addresses: the address of each task by the task's name, the chief first.
       name: the name of this task, such as `/job:worker/task:0`.

@@ -33,11 +33,6 @@ class Watch:
         with Watch(task, leadership, end) as watch:
             ...  # train
             watch.check()  # before a checkpoint is saved
-
-    Args:
-      task: this process, which is the chief.
-      leadership: that over the other tasks.
-      end: how this process ends.
     """
 
     def __init__(self, task: Task, leadership: Leadership, end: EndOfChief) -> None:
@@ -86,21 +81,15 @@ class Watch:
             raise RuntimeError(self._leadership.replacement_error())
 
     def silent_tasks(self, seconds: float | None = None) -> str:
-        """Says which tasks haven't answered lately, and for how long; '' if all have.
+        """Says which tasks have been silent for that long; '' if there are none.
 
-        Args:
-          seconds: the silence that counts; by default what is too long for a task that is well.
+        By default, it's what is too long for a task that is well.
         """
         limit = _ANSWER_WITHIN if seconds is None else seconds
         return self._described(self._silences(time.monotonic()), limit)
 
     def ask(self, name: str, notes: Notes) -> None:
-        """Asks a task which chief leads it, and notes that it has answered.
-
-        Args:
-          name: the task's.
-          notes: those on the task.
-        """
+        """Asks a task which chief leads it, and notes that it has answered."""
         # These are read before the answer comes: after it, the chief may have begun to lead the
         # task, or have met a new process of it.
         has_begun = self._leadership.has_begun
@@ -116,8 +105,8 @@ class Watch:
 
         Args:
           name: the task's.
-          known: the incarnation of the process that was the task; None if none is known.
-          process: of the one that answers now; '' if it hasn't said so yet.
+          known: the incarnation of the process before; None if none is known.
+          process: that of the process that answers now; '' if it hasn't said it yet.
         """
         if not known or not process or process == known:
             return
@@ -149,11 +138,7 @@ class Watch:
             self.judge(now)
 
     def judge(self, now: float) -> None:
-        """Logs which tasks don't answer, and ends the process if it has waited too long for them.
-
-        Args:
-          now: the time, by time.monotonic().
-        """
+        """Logs which tasks don't answer, and ends the process once it has waited too long."""
         if self._task.waits:  # `Task.wait` logs for which tasks it waits, and has its own limit.
             self._awake_since = now
         silences = self._silences(now, self._awake_since)
@@ -162,12 +147,7 @@ class Watch:
         self._end_if_replaced(now)
 
     def _silences(self, now: float, counted_from: float = 0) -> dict[str, float]:
-        """For how many seconds each task hasn't answered.
-
-        Args:
-          now: the time.
-          counted_from: the time from which on silence counts.
-        """
+        """For how many seconds each task hasn't answered, of those after `counted_from`."""
         return {name: now - max(at, counted_from) for name, at in self._answered_at.items()}
 
     def _described(self, silences: dict[str, float], limit: float = 0) -> str:
@@ -195,8 +175,8 @@ class Watch:
 
     def _end_after_limit(self, silences: dict[str, float]) -> None:
         """Ends the process if a task has been silent for too long."""
-        # Other code that waits for the task has the limit without more. Its error comes first,
-        # and tells the cause.
+        # Other code that waits for the task ends at the limit itself. Its error comes first, and
+        # tells the cause.
         limit = self._task.limit + _LATER_THAN_OTHERS
         silent = self._described(silences, limit)
         if silent:
