@@ -65,7 +65,7 @@ class Ending(NamedTuple):
         return json.dumps(self)
 
     def end_as_chief_did(self, name: str) -> NoReturn:
-        """Ends this process, which is another task, and which the log calls by this name."""
+        """Ends this process, another task. The log calls it by this name."""
         if self.error is not None:
             raise RuntimeError(f'The chief has failed: {self.error}')
         if self.status:

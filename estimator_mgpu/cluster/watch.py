@@ -81,7 +81,7 @@ class Watch:
             raise RuntimeError(self._leadership.replacement_error())
 
     def silent_tasks(self, seconds: float | None = None) -> str:
-        """Says which tasks have been silent for that long; '' if there are none.
+        """Says which tasks have been silent for so many seconds; '' if there are none.
 
         By default, it's what is too long for a task that is well.
         """
