@@ -9,10 +9,10 @@ pytestmark = pytest.mark.core
 
 def test_ends(caplog):
     with pytest.raises(RuntimeError, match='^The chief has failed: Boo$'):
-        ending.Ending('one', 'Boo', 1).end_process('it')
+        ending.Ending('one', 'Boo', 1).end_as_chief_did('it')
     for status in (0, 3):
         with pytest.raises(SystemExit) as error:
-            ending.Ending('one', None, status).end_process('it')
+            ending.Ending('one', None, status).end_as_chief_did('it')
         assert error.value.code == status
     assert caplog.messages == ['The chief has ended with 3, and so does it.']
 

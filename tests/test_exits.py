@@ -15,18 +15,30 @@ pytestmark = pytest.mark.core
     [(None, None, 0), (3, None, 3), (-1, None, 255), (True, None, 1), ('Boo', 'Boo', 1)],
 )
 def test_exits(argument, error, status):
-    assert exits.error_and_status(argument) == (error, status)
+    assert error_and_status(argument) == (error, status)
 
 
-def test_an_error_without_a_message():
+def error_and_status(argument):
+    """How a process ends by `sys.exit(argument)`."""
+    noted = exits.NotedExit()
+    noted.was_seen = True
+    noted.argument = argument
+    return noted.error_and_status()
+
+
+def test_an_error_without_a_message(monkeypatch):
     class Silent(Exception):
         def __str__(self):
             raise ValueError
 
-    assert exits.error_text(Silent()) == 'Silent: it has no message, as its str() fails'
-    assert exits.error_and_status(Silent()) == ('it has no message, as its str() fails', 1)
-    assert exits.error_text(KeyError('a')) == "KeyError: 'a'"
-    assert exits.error_text(KeyboardInterrupt()) == 'KeyboardInterrupt'
+    for error, text in [
+        (Silent(), 'Silent: it has no message, as its str() fails'),
+        (KeyError('a'), "KeyError: 'a'"),
+        (KeyboardInterrupt(), 'KeyboardInterrupt'),
+    ]:
+        monkeypatch.setattr(sys, 'last_value', error, raising=False)
+        assert exits.NotedExit().error_and_status() == (text, 1)
+    assert error_and_status(Silent()) == ('it has no message, as its str() fails', 1)
 
 
 @pytest.mark.parametrize(
@@ -56,12 +68,16 @@ def test_exits_are_noted(end, argument, tmp_path):
         'import atexit, runpy, sys, threading\n'
         f'noted = runpy.run_path({exits.__file__!r})["NotedExit"]()\n'
         'noted.install()\n'
-        f'atexit.register(lambda: print([noted.argument], noted.was_seen))\n{end}\n'
+        'how = noted.error_and_status\n'
+        f'atexit.register(lambda: print([noted.argument], noted.was_seen, *how()))\n{end}\n'
     )
     done = subprocess.run([sys.executable, script], stdout=subprocess.PIPE, check=False)
     was_seen = argument is not None or end == 'raise SystemExit'
-    assert done.stdout.decode() == f'{[argument]} {was_seen}\n'
-    assert done.returncode == (1 if end == '1 / 0' else exits.error_and_status(argument)[1])
+    error, status = error_and_status(argument)
+    if end == '1 / 0':
+        error, status = 'ZeroDivisionError: division by zero', 1
+    assert done.stdout.decode() == f'{[argument]} {was_seen} {error} {status}\n'
+    assert done.returncode == status
 
 
 def test_a_sys_exit_of_the_program(tmp_path):

@@ -25,7 +25,7 @@ MACHINES = {task: [f'{task}/device:CPU:{i}' for i in range(2)] for task in TASKS
 @pytest.fixture(autouse=True)
 def joined(three_machines, tmp_path, monkeypatch):
     """This process is the chief, and all tasks are there."""
-    task = mock.Mock(others=[])
+    task = mock.MagicMock(others=[])
     task.notes_on = lambda name, seconds: Notes(name, three_machines, seconds)
     chief = Chief(task)
     chief._model_dir = str(tmp_path)

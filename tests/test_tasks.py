@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import chief as chief_module
-from estimator_mgpu.cluster import ending, join, leadership, reach, serve, sessions
+from estimator_mgpu.cluster import end_of_chief, ending, join, reach, serve, sessions
 from estimator_mgpu.cluster import task as task_module
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.notes import Notes, version
@@ -116,7 +116,7 @@ class Clock:
 def clock(monkeypatch):
     """The time of all tasks."""
     clock = Clock()
-    for module in (chief_module, ending, serve, task_module):
+    for module in (chief_module, end_of_chief, ending, serve, task_module):
         monkeypatch.setattr(module, 'time', clock)
     return clock
 
@@ -365,23 +365,25 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     cluster = json.dumps(task.addresses)
     pads[PS] = Silent()
     pads['/job:worker/task:1'] = Pad(cluster=cluster, version=version())
-    chief._noted_exit.argument = 3
-    chief._tell_ending()
+    chief.end._noted_exit.argument = 3
+    chief.end._at_exit()
     told = {'chief': task.incarnation, 'end': ending_of(task.incarnation, status=3)}
     for name in (CHIEF, '/job:worker/task:1'):
         assert pads[name].notes.items() >= told.items()
     found = ending.read(str(tmp_path))
     assert found[:3] == (task.incarnation, None, 3) and found.untold == ('p0:1',)
-    assert chief.leadership.untold == [PS]
+    assert chief.end._untold() == [PS]
     monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
-    chief._tell_ending()
+    chief.end._at_exit()
     assert ending.read(str(tmp_path))[:3] == (task.incarnation, 'ValueError: Boo', 1)
-    chief._noted_exit.was_seen = True  # That error wasn't the end: sys.exit(pytest.main()), say.
-    chief._tell_ending()
+    chief.end._noted_exit.was_seen = (
+        True  # That error wasn't the end: sys.exit(pytest.main()), say.
+    )
+    chief.end._at_exit()
     assert ending.read(str(tmp_path))[:3] == (task.incarnation, None, 3)
     pads[PS] = Pad(cluster=cluster, version=version())
     monkeypatch.setattr(reach, 'that_answer', lambda addresses: {*addresses} - {'p0:1'})
-    chief.leadership.tell_ending(None, 5)
+    chief.end.tell(None, 5)
     assert not pads[PS].read('end')
 
 
@@ -400,14 +402,14 @@ def test_a_task_that_comes_back_as_the_chief_ends_is_told(chief, pads, clock, ca
             pads[PS] = Pad(cluster=cluster)
 
     clock.sleep = sleep_and_start
-    chief._tell_ending()
+    chief.end._at_exit()
     assert clock.now == 1007 and json.loads(pads[PS].read('end'))[1:3] == [None, 0]
     assert f'Waiting up to 30 seconds for {PS} to come back' in caplog.text
-    chief._tell_ending()
+    chief.end._at_exit()
     assert clock.now == 1007
-    chief.leadership.untold = [WORKER]
-    pads[WORKER] = Silent()
-    chief._tell_ending()
+    chief.end._told.remove(CHIEF)
+    pads[CHIEF] = Silent()
+    chief.end._at_exit()
     assert clock.now == 1037
 
 
@@ -416,7 +418,7 @@ def test_a_task_that_comes_back_as_the_chief_ends_is_told(chief, pads, clock, ca
 def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
     """All are told, of the end that had begun; it waits for nobody any more."""
     pads[PS] = Silent()
-    chief._noted_exit.argument = status
+    chief.end._noted_exit.argument = status
     write = Pad.write
 
     def write_and_get_sigterm(pad, name, text):
@@ -424,7 +426,7 @@ def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
         write(pad, name, text)
 
     monkeypatch.setattr(Pad, 'write', write_and_get_sigterm)
-    chief._tell_ending()
+    chief.end._at_exit()
     told = [pads[name].read('end') for name in task.others if name != PS]
     assert told == [ending_of(task.incarnation, status=status)] * 2
     assert clock.now == 1000
@@ -434,11 +436,11 @@ def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
 def test_a_disk_that_hangs_as_the_process_ends(chief, monkeypatch):
     """Others have been told by then."""
     is_over = threading.Event()
-    monkeypatch.setattr(leadership, 'LONGEST_TELLING', 0.1)
-    monkeypatch.setattr(chief.leadership, 'tell_ending', lambda *ending: is_over.wait(60))
+    monkeypatch.setattr(end_of_chief, 'LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(chief.end, 'tell', lambda *ending: is_over.wait(60))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
-        chief.leadership.end_process('Boo', 1)
+        chief.end.end_process('Boo', 1)
     os._exit.assert_called_once_with(1)
     is_over.set()
 
@@ -448,12 +450,12 @@ def test_a_log_that_hangs_as_the_process_ends(chief, monkeypatch):
     """Others are told, and the process ends."""
     is_over = threading.Event()
     told = []
-    monkeypatch.setattr(leadership, 'LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(end_of_chief, 'LONGEST_TELLING', 0.1)
     monkeypatch.setattr(tf.logging, 'error', lambda text: is_over.wait(60))
-    monkeypatch.setattr(chief.leadership, 'tell_ending', lambda *ending: told.append(ending))
+    monkeypatch.setattr(chief.end, 'tell', lambda *ending: told.append(ending))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
-        chief.leadership.end_process('Boo', 1)
+        chief.end.end_process('Boo', 1)
     os._exit.assert_called_once_with(1)
     assert told == [('Boo', 1)]
     is_over.set()
@@ -462,7 +464,7 @@ def test_a_log_that_hangs_as_the_process_ends(chief, monkeypatch):
 @pytest.mark.core
 def test_sigterm_after_all_are_told(task, chief, pads, serves):
     """It ends what the script does then, such as waiting for other processes."""
-    chief._tell_ending()
+    chief.end._at_exit()
     with pytest.raises(SystemExit, match='143'):
         task._handle_sigterm(15, None)
     serves(Pad(chief='one', end=ending_of('one')))
@@ -492,10 +494,10 @@ def test_a_chief_that_was_replaced_tells_nobody(chief, pads, tmp_path):
     before = ending.Ending('new')
     ending.write(str(tmp_path), before)
     pads[PS].notes['chief'] = 'new'
-    chief.leadership.tell_ending('Boo', 1)
+    chief.end.tell('Boo', 1)
     assert not any(pad.read('end') for pad in pads.values())
     pads[PS].notes['chief'] = ''
-    chief.leadership.tell_ending('Boo', 1)
+    chief.end.tell('Boo', 1)
     assert ending.read(str(tmp_path)) == before
     assert not pads[PS].read('end')  # Its successor hasn't left a note there yet.
 
@@ -507,7 +509,7 @@ def test_a_chief_that_fails_before_it_leads_tells_nobody(task, pads, tmp_path):
     ending.write(folder, ending.Ending('another'))
     second = Chief(task)
     second.leadership.begin_training(folder)
-    second.leadership.tell_ending('Boo', 1)
+    second.end.tell('Boo', 1)
     assert not any(pad.read('end') for pad in pads.values())
     assert ending.read(folder) == ending.Ending('another')
 
@@ -516,7 +518,7 @@ def test_a_chief_that_fails_before_it_leads_tells_nobody(task, pads, tmp_path):
 def test_a_task_of_another_cluster_is_told_nothing(task, chief, pads):
     """It has come up at the address of one of ours that died; the others are told."""
     pads[PS] = Pad(cluster='{}', chief='of that cluster')
-    chief.leadership.tell_ending('Boo', 1)
+    chief.end.tell('Boo', 1)
     assert pads[PS].notes == {'cluster': '{}', 'chief': 'of that cluster'}
     assert pads[CHIEF].read('end') == ending_of(task.incarnation, 'Boo', 1)
 
@@ -659,7 +661,7 @@ def test_a_call_beyond_its_limit(task, chief, monkeypatch, tmp_path):
     """Without a limit of the user's, the error is somebody else's."""
     watching = mock.MagicMock()
     watching.__enter__.return_value.silent_tasks.return_value = f'{PS} is silent'
-    monkeypatch.setattr(chief_module, 'Watch', lambda task, leadership: watching)
+    monkeypatch.setattr(chief_module, 'Watch', lambda *args: watching)
     monkeypatch.setattr(chief, 'devices', lambda: {})
     task.server = mock.Mock(target='grpc://c0:1')
     late = tf.errors.DeadlineExceededError(None, None, 'Deadline Exceeded')

@@ -8,6 +8,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import watch
+from estimator_mgpu.cluster.end_of_chief import EndOfChief
 from estimator_mgpu.cluster.leadership import Leadership
 
 WORKER, PS = '/job:worker/task:0', '/job:ps/task:0'
@@ -73,12 +74,19 @@ def task():
 
 @pytest.fixture
 def leadership(task):
-    """That of the chief. It notes what the others are told as the chief ends."""
+    """That of the chief."""
     leadership = Leadership(task)
     leadership.has_begun = True
-    leadership.told = []
-    leadership.tell_ending = lambda *ending: leadership.told.append(ending)
     return leadership
+
+
+@pytest.fixture
+def end(task, leadership):
+    """That of the chief. It notes what the others are told."""
+    end = EndOfChief(task, leadership)
+    end.told = []
+    end.tell = lambda *ending: end.told.append(ending)
+    return end
 
 
 @pytest.fixture
@@ -90,9 +98,9 @@ def clock(monkeypatch):
 
 
 @pytest.fixture
-def watching(task, leadership, clock, monkeypatch):
+def watching(task, leadership, end, clock, monkeypatch):
     """A watch without threads, that looks after so many seconds, when tasks have been heard."""
-    looks = watch.Watch(task, leadership)
+    looks = watch.Watch(task, leadership, end)
     for name in task.others:
         looks.ask(name, task.notes_on(name))
 
@@ -126,9 +134,9 @@ def test_who_does_not_answer_is_named(watching, caplog):
 
 
 @pytest.mark.core
-def test_who_has_never_answered_is_named(task, leadership, clock, caplog):
+def test_who_has_never_answered_is_named(task, leadership, end, clock, caplog):
     """It may be stopped after the chief has met it, and before the watch asks it."""
-    looks = watch.Watch(task, leadership)
+    looks = watch.Watch(task, leadership, end)
     looks.judge(clock[0] + 20)
     assert not caplog.messages
     looks.judge(clock[0] + 21)
@@ -147,7 +155,7 @@ def test_a_task_that_is_waited_for_is_not_named_twice(task, watching, caplog):
 
 
 @pytest.mark.core
-def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
+def test_a_task_that_never_answers_again(end, watching, caplog):
     """The chief ends a little later than one that waits for a task would."""
     watching.after(115)
     with pytest.raises(SystemExit, match='1'):
@@ -155,7 +163,7 @@ def test_a_task_that_never_answers_again(task, leadership, watching, caplog):
     error = (
         f'{WORKER} at w0:1 has not answered for 116 seconds (session_creation_timeout_secs: 100)'
     )
-    assert leadership.told == [(error, 1)]
+    assert end.told == [(error, 1)]
     assert f'{error}. This process ends.' in caplog.messages
 
 
@@ -163,7 +171,7 @@ REPLACED = f'Another chief leads {WORKER} at w0:1'
 
 
 @pytest.mark.core
-def test_a_chief_that_was_replaced(task, leadership, watching):
+def test_a_chief_that_was_replaced(task, end, watching):
     """It fails as its step ends, or saves, and if that doesn't happen, nevertheless."""
     watching.fail_if_replaced()
     task.says[WORKER] = ''  # It has been started again.
@@ -176,7 +184,7 @@ def test_a_chief_that_was_replaced(task, leadership, watching):
     watching.after(21)
     with pytest.raises(SystemExit, match='1'):
         watching.after(22)
-    assert leadership.told[0][0].startswith(REPLACED)
+    assert end.told[0][0].startswith(REPLACED)
 
 
 @pytest.mark.core
@@ -247,10 +255,10 @@ def has_answered(looks, name):
 
 
 @pytest.mark.core
-def test_threads(task, leadership, quick):
+def test_threads(task, leadership, end, quick):
     """They ask until the end, whatever a task answers."""
     task.says[PS] = SILENT
-    with watch.Watch(task, leadership) as looks:
+    with watch.Watch(task, leadership, end) as looks:
         wait_for(lambda: has_answered(looks, WORKER))
         task.gone = (PS,)
         task.says[WORKER] = 'other'
@@ -259,9 +267,9 @@ def test_threads(task, leadership, quick):
 
 
 @pytest.mark.core
-def test_a_chief_that_was_stopped_blames_nobody(task, leadership, clock, monkeypatch):
+def test_a_chief_that_was_stopped_blames_nobody(task, leadership, end, clock, monkeypatch):
     """The time for which its own process was stopped is no task's silence."""
-    looks = watch.Watch(task, leadership)
+    looks = watch.Watch(task, leadership, end)
     looks.ask(WORKER, task.notes_on(WORKER))
     seen = []
 

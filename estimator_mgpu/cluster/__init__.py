@@ -23,9 +23,15 @@ How tasks know of each other:
 - `notes`: what tasks leave for each other.
 - `leadership`: which chief leads the others, as another one may have replaced it.
 - `connections`: those to a machine that has gone are dropped.
-- `watch`, `sigterm`: tasks that don't answer, and SIGTERM, while a step waits in TensorFlow.
+- `watch`: tasks that don't answer, while a step waits for them in TensorFlow.
 - `restarts`: sessions that are lost, as when a worker dies.
+
+How they end:
+
 - `exits`: with which error and status this process ends, which Python doesn't tell.
-- `ending`: what the chief leaves of that, and how all other tasks end by it. If it leaves nothing,
-  they wait for another chief, as `task` says.
+- `end_of_chief`: the chief tells the others that it ends, and how.
+- `chief_sigterm`: ends a chief whose main thread hangs as SIGTERM comes. `serve` says what SIGTERM
+  does to other tasks.
+- `ending`: what the chief leaves, and how all other tasks end by it. If it leaves nothing, they
+  wait, as `task` says: nobody takes a chief's place but a process that is started as the chief.
 """

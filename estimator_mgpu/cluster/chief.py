@@ -6,11 +6,8 @@ a listener that looks, before each checkpoint, whether it may be saved.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
-import os
-import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -19,12 +16,12 @@ from typing import Any, TypeVar
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import reach, saving
-from estimator_mgpu.cluster.ending import Ending
-from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit, error_and_status, error_text
+from estimator_mgpu.cluster.chief_sigterm import ChiefSigterm
+from estimator_mgpu.cluster.end_of_chief import EndOfChief
+from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import version
 from estimator_mgpu.cluster.restarts import Restarts
-from estimator_mgpu.cluster.sigterm import Sigterm
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch
@@ -34,7 +31,6 @@ from estimator_mgpu.tf_internals.lost_sessions import LOST, lost_sessions
 
 T = TypeVar('T')
 _RENEW_WITHIN = 10  # seconds for all tasks, each of which looks every second whether it has to
-_WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
 _SCRIPT_PATIENCE = 30  # seconds from a task's first answer until its script calls train()
 # The errors of a task that ends, or is stopped, while the chief asks it something.
 _LOST_WHILE_ASKED = (*LOST, tf.errors.DeadlineExceededError)
@@ -43,12 +39,10 @@ _LOST_WHILE_ASKED = (*LOST, tf.errors.DeadlineExceededError)
 class Chief:
     """The task that builds the graph, and runs it on the devices of all tasks.
 
-    Args:
-      task: this process.
-
     Attributes:
       task: this process.
       leadership: that over the other tasks.
+      end: how this process ends.
       watch: of the other tasks, while it trains; None at other times.
     """
 
@@ -60,8 +54,13 @@ class Chief:
         self.task = task
         self.leadership = Leadership(task)
         self.watch: Watch | None = None
-        self._noted_exit = NotedExit()
-        self._sigterm = Sigterm(task, self.leadership, lambda: self.watch)
+        self.end = EndOfChief(task, self.leadership)
+        self._sigterm = ChiefSigterm(task, self.end, lambda: self.watch)
+
+    def prepare_end(self) -> None:
+        """Makes this process tell the other tasks how it ends, as it ends, be it by SIGTERM."""
+        self.end.tell_at_exit()
+        self._sigterm.listen()
 
     @contextlib.contextmanager
     def training(self, config: Any) -> Iterator[tuple[_AfterSteps, _BeforeCheckpoints]]:
@@ -99,7 +98,7 @@ class Chief:
     @contextlib.contextmanager
     def _watches(self) -> Iterator[Watch]:
         """A context in which the other tasks are watched."""
-        with Watch(self.task, self.leadership) as self.watch:
+        with Watch(self.task, self.leadership, self.end) as self.watch:
             try:
                 yield self.watch
             finally:
@@ -122,16 +121,16 @@ class Chief:
         # has the job's name.
         tf.Session.reset(self.task.server.target, [*JOBS])
 
-        names = []
+        found = []
         with tf.Session(self.task.server.target) as session:
             for device in session.list_devices():
                 spec = device_spec(device.name).replace(replica=None)
                 if spec.device_type in ('CPU', 'GPU'):
-                    names.append(spec.to_string())
+                    found.append(spec.to_string())
 
         devices = {}
-        for task in self.task.addresses:
-            devices[task] = [name for name in names if machine_of(name) == task]
+        for name in self.task.addresses:
+            devices[name] = [device for device in found if machine_of(device) == name]
         return devices
 
     def begin_session(self) -> None:
@@ -143,51 +142,40 @@ class Chief:
     def _prepare_session(self) -> None:
         """Lets all tasks make new connections for a session, and checks `model_dir`."""
         self._have_connections_renewed()
-        self._check_model_dir()
+        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
 
     def _have_connections_renewed(self) -> None:
         """Has the other tasks drop their connections: some may lead to a machine that has gone."""
         session = uuid.uuid4().hex
-        with contextlib.ExitStack() as stack:
-            on_tasks = {t: stack.enter_context(self.task.notes_on(t)) for t in self.task.others}
-            for notes in on_tasks.values():
+        with self.task.notes_on_all(self.task.others) as all_notes:
+            for notes in all_notes.values():
                 notes.write('session', session)
 
             end = time.monotonic() + _RENEW_WITHIN
-            for task, notes in on_tasks.items():
+            for name, notes in all_notes.items():
                 while notes.read('renewed') != session:
                     if time.monotonic() > end:
                         tf.logging.warning(
-                            f'{task} keeps its connections: it may be busy. If it waits for a '
+                            f'{name} keeps its connections: it may be busy. If it waits for a '
                             'machine that has gone, start it again.'
                         )
                         break
                     time.sleep(0.1)
 
-    def _check_model_dir(self) -> None:
-        """Raises ValueError if a task that saves a part of checkpoints doesn't see `model_dir`."""
-        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
-
     def _meet(self, prepare: Callable[[], T]) -> T:
-        """Waits until all tasks answer, checks and leads them, and then prepares the training.
+        """Waits until all tasks answer, checks and leads them, and returns what `prepare` returns.
 
         It waits for a task that hasn't been started yet, was killed, or is stopped or cut off. If a
-        task is lost after it has answered, all tasks are asked again, as another process may be
-        that task by then.
-
-        Args:
-          prepare: called once all tasks are there. If one is lost meanwhile, it's called again.
-
-        Returns:
-          What `prepare` returns.
+        task is lost after it has answered, also while `prepare` runs, all tasks are asked again, as
+        another process may be that task by then.
         """
         start = time.monotonic()
         while True:
             self._wait_for_answers()
             self.task.drop_connections()
             try:
-                for task in self.task.others:
-                    self._check_cluster(task)
+                for name in self.task.others:
+                    self._check_cluster(name)
                 if not self.leadership.has_begun:  # It may have been cut off while it waited.
                     self.task.check_alone()
                 self.leadership.lead()
@@ -207,52 +195,48 @@ class Chief:
         """Waits until all tasks answer. Fails if another program answers in the place of one."""
         fail_if_followed = self.leadership.fail_if_followed
         self.task.wait(ended=fail_if_followed)  # until something listens at all addresses
-        for task in self.task.others:
-            reach.check_server(task, self.task.addresses[task])
+        for name in self.task.others:
+            reach.check_server(name, self.task.addresses[name])
         self.task.wait(ended=fail_if_followed, answering=True)
 
-    def _check_cluster(self, task: str) -> None:
+    def _check_cluster(self, name: str) -> None:
         """Fails if another task has another cluster or version, or if its script doesn't train.
 
         It also notes which process is the task.
         """
-        with self.task.notes_on(task) as notes:
+        with self.task.notes_on(name) as notes:
             start = time.monotonic()
             cluster = notes.read('cluster')
             while not cluster:  # Its script hasn't called train() yet.
                 if time.monotonic() > start + _SCRIPT_PATIENCE:
-                    address = self.task.addresses[task]
+                    address = self.task.addresses[name]
                     raise RuntimeError(
-                        f"{task} listens at {address}, but the script that has that port doesn't "
+                        f"{name} listens at {address}, but the script that has that port doesn't "
                         'call train() of estimator_mgpu.Estimator. End it there.'
                     )
                 time.sleep(0.1)
                 cluster = notes.read('cluster')
             there = notes.read('version') or '0.2 or older'
-            self.task.processes[task] = notes.read('process')
+            self.task.processes[name] = notes.read('process')
 
         if there != version():
             raise RuntimeError(
-                f'Two versions of estimator_mgpu: {self.task.name} has {version()}, and {task} at '
-                f'{self.task.addresses[task]} has {there}. Install the same one on every machine.'
+                f'Two versions of estimator_mgpu: {self.task.name} has {version()}, and {name} at '
+                f'{self.task.addresses[name]} has {there}. Install the same one on every machine.'
             )
         addresses = json.loads(cluster)
         if addresses != self.task.addresses:
             raise ValueError(
-                f'TF_CONFIG differs between machines: {task} has the cluster {addresses}, and '
+                f'TF_CONFIG differs between machines: {name} has the cluster {addresses}, and '
                 f'{self.task.name} has {self.task.addresses}. Give every machine the same.'
             )
 
     def until_saved(self, train: Callable[[], T]) -> T:
-        """Trains, again from the last checkpoint if a task is lost as hooks come to their end.
+        """Returns what `train` returns, which trains up to the last step.
 
-        One of them saves the last step. `MonitoredSession` makes no new session then.
-
-        Args:
-          train: trains up to the last step. It may be called several times.
-
-        Returns:
-          What `train` returns.
+        If a task is lost as hooks come to their end, it's called again, and trains from the last
+        checkpoint: one of them saves the last step, and `MonitoredSession` makes no new session
+        then.
         """
         while True:
             try:
@@ -261,43 +245,6 @@ class Chief:
                 if not saving.is_of_end(error):
                     raise
                 self._restarts.lost(error)
-
-    def tell_ending_at_exit(self) -> None:
-        """Makes this process tell the other tasks how it ends, as it ends, be it by SIGTERM."""
-        self._noted_exit.install()
-        atexit.register(self._tell_ending)
-        os.register_at_fork(after_in_child=lambda: atexit.unregister(self._tell_ending))
-        self._sigterm.listen()
-
-    def _tell_ending(self) -> None:
-        """Tells the other tasks how this process ends: by an error, or SystemExit."""
-        self._sigterm.main_thread_ends = True
-        self.task.busy = True  # SIGTERM only sets `sigterm_at` now: all tasks are told first.
-        error, status = error_and_status(self._noted_exit.argument)
-        uncaught = getattr(sys, 'last_value', None)
-        # A program may also end by `sys.exit()` after that, as one that runs tests does.
-        if uncaught is not None and not self._noted_exit.was_seen:
-            error, status = error_text(uncaught), 1
-
-        try:
-            self.leadership.tell_ending(error, status)
-            if status == 0:
-                self._tell_those_that_come_back()
-        finally:  # What Python does after this may hang: it joins other processes, say.
-            self.task.busy = False
-
-    def _tell_those_that_come_back(self) -> None:
-        """Waits a little for tasks that were lost: without a chief, they would wait for hours."""
-        end = time.monotonic() + _WAIT_FOR_LOST
-        untold = self.leadership.untold
-        if untold:
-            tf.logging.warning(
-                f'Training has ended. Waiting up to {_WAIT_FOR_LOST} seconds for '
-                f'{", ".join(untold)} to come back, which would wait for this chief otherwise.'
-            )
-        while self.leadership.untold and time.monotonic() < end and self.task.sigterm_at is None:
-            time.sleep(1)
-            self.leadership.tell_tasks(Ending(self.task.incarnation, None, 0))
 
 
 @contextlib.contextmanager

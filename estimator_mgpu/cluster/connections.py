@@ -24,11 +24,7 @@ Peer = tuple[str, int]
 
 
 def peers_at(addresses: Iterable[str]) -> set[Peer]:
-    """Where connections to these addresses lead, as far as their names are known now.
-
-    Args:
-      addresses: such as 'host:2222'.
-    """
+    """Where connections to these addresses lead, as far as their names are known now."""
     found = set()
     for address in addresses:
         with contextlib.suppress(OSError):  # A host that has gone may have no address.

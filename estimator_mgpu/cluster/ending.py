@@ -23,14 +23,14 @@ class Ending(NamedTuple):
     """How a chief has ended.
 
     Attributes:
-      chief: the incarnation of the chief, which tells its process from earlier and later chiefs.
+      incarnation: the chief's, which tells its process from earlier and later chiefs.
       error: the error that it ended by, as text; None if it ended without one.
       status: its exit status; None while it runs.
       at: when it ended, by time.time(). Only the file has this and the next one.
       untold: the addresses of the tasks that it couldn't tell.
     """
 
-    chief: str
+    incarnation: str
     error: str | None = None
     status: int | None = None
     at: float = 0.0
@@ -44,13 +44,13 @@ class Ending(NamedTuple):
           ValueError: if the text is something else.
         """
         try:
-            chief, error, status, *more = json.loads(text)  # no more in version 0.2
-            ending = cls(chief, error, status, *more)
+            incarnation, error, status, *more = json.loads(text)  # no more in version 0.2
+            ending = cls(incarnation, error, status, *more)
         except (RecursionError, TypeError, ValueError) as cause:
             raise ValueError(f'{text[:40]!r} is no ending of a chief.') from cause
 
         has_types = (
-            isinstance(ending.chief, str)
+            isinstance(ending.incarnation, str)
             and isinstance(ending.error, (str, type(None)))
             and isinstance(ending.status, (int, type(None)))
             and isinstance(ending.at, (int, float))
@@ -64,12 +64,8 @@ class Ending(NamedTuple):
         """The ending as JSON, for a note or a file."""
         return json.dumps(self)
 
-    def end_process(self, name: str) -> NoReturn:
-        """Ends this process, which is another task, as the chief has ended.
-
-        Args:
-          name: of this task, for the log.
-        """
+    def end_as_chief_did(self, name: str) -> NoReturn:
+        """Ends this process, another task. The log calls it by this name."""
         if self.error is not None:
             raise RuntimeError(f'The chief has failed: {self.error}')
         if self.status:
@@ -77,11 +73,9 @@ class Ending(NamedTuple):
         raise SystemExit(self.status)
 
     def was_missed(self, address: str, limit: float) -> bool:
-        """Whether a task was away as the chief, lately, ended with 0: then it has nothing to do.
+        """Whether the task at an address was away as the chief ended with 0: it has nothing to do.
 
-        Args:
-          address: the task's.
-          limit: how many seconds later it doesn't count any more.
+        After `limit` seconds, that doesn't count any more.
         """
         is_recent = abs(time.time() - self.at) < limit
         return self.status == 0 and address in self.untold and is_recent
@@ -90,8 +84,7 @@ class Ending(NamedTuple):
 class FileReader:
     """Reads a chief's file now and then, for a process that waits for others.
 
-    Args:
-      model_dir: where the file is. Not every task sees it.
+    Not every task sees the file.
 
     Attributes:
       before: what the file said at first; None if there was none.
@@ -121,15 +114,19 @@ def write(model_dir: str, ending: Ending) -> None:
     A chief that ends writes nothing if the file is another chief's, which has replaced it.
     """
     before = read(model_dir)
-    if ending.status is not None and before is not None and before.chief != ending.chief:
+    if (
+        ending.status is not None
+        and before is not None
+        and before.incarnation != ending.incarnation
+    ):
         return
 
     # A file is renamed in one go, so that nobody reads half of it.
     tf.io.gfile.makedirs(model_dir)
     path = os.path.join(model_dir, FILE)
-    with tf.io.gfile.GFile(f'{path}.{ending.chief}', 'w') as file:
+    with tf.io.gfile.GFile(f'{path}.{ending.incarnation}', 'w') as file:
         file.write(ending.text())
-    tf.io.gfile.rename(f'{path}.{ending.chief}', path, overwrite=True)
+    tf.io.gfile.rename(f'{path}.{ending.incarnation}', path, overwrite=True)
 
 
 def read(model_dir: str) -> Ending | None:

@@ -21,10 +21,7 @@ from estimator_mgpu.tf_internals import tf_estimator
 class Follower:
     """Lets an evaluator end as the chief ends, once it has nothing more to evaluate.
 
-    Args:
-      model_dir: where checkpoints are.
-      address: the chief's.
-      limit: for how many seconds a chief that can't be reached is waited for.
+    A chief that can't be reached at its address is waited for, up to a limit in seconds.
     """
 
     def __init__(self, model_dir: str, address: str, limit: float) -> None:
@@ -56,7 +53,7 @@ class Follower:
             and chief_ending.status is not None
             and chief_ending != self._ending_before
         ):
-            chief_ending.end_process('the evaluator')
+            chief_ending.end_as_chief_did('the evaluator')
         self._wait_for_chief()
 
     def _wait_for_chief(self) -> None:

@@ -54,21 +54,24 @@ class NotedExit:
 
         sys.exit = exit_by_system_exit
 
+    def error_and_status(self) -> tuple[str | None, int]:
+        """How the program, which is over, has ended: its error as text, or None, and its status."""
+        uncaught = getattr(sys, 'last_value', None)
+        # A program may also end by `sys.exit()` after that, as one that runs tests does.
+        if uncaught is not None and not self.was_seen:
+            return _error_text(uncaught), 1
+        if self.argument is None:
+            return None, 0
+        if isinstance(self.argument, int):
+            return None, self.argument & 0xFF  # The system keeps only these bits.
+        return _text(self.argument), 1
 
-def error_text(error: BaseException) -> str:
+
+def _error_text(error: BaseException) -> str:
     """Returns an error's class and message."""
     message = _text(error)
     name = type(error).__name__
     return f'{name}: {message}' if message else name
-
-
-def error_and_status(argument: Any) -> tuple[str | None, int]:
-    """Returns the error, as text, and the status of a process that ends by `sys.exit(argument)`."""
-    if argument is None:
-        return None, 0
-    if isinstance(argument, int):
-        return None, argument & 0xFF  # The system keeps only these bits.
-    return _text(argument), 1
 
 
 def _text(value: Any) -> str:

@@ -23,7 +23,7 @@ def join(config: Any) -> Chief | Task:
         _task = Task(config)
         if _task.name == CHIEF:
             _chief = Chief(_task)
-            _chief.tell_ending_at_exit()
+            _chief.prepare_end()
 
     if _task.addresses != addresses(config):
         raise RuntimeError(

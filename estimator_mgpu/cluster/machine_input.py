@@ -55,14 +55,9 @@ def read(call: Callable[..., Any], input_fn: Any, devices: Sequence[str]) -> Cal
 def _next_part(
     call: Callable[..., Any], input_fn: Any, machine: str, index: int, count: int
 ) -> tuple[Any, tf.Tensor]:
-    """Returns a machine's part of the batch, and whether the machine has examples left.
+    """Returns one machine's part of the batch, and whether that machine has examples left.
 
-    Args:
-      call: calls an input_fn as Estimator does.
-      input_fn: returns the dataset of one machine.
-      machine: the machine's name, such as `/job:worker/task:0`.
-      index: which of the machines that is.
-      count: how many machines there are.
+    It's the machine with this index, of so many.
     """
     context = tf.distribute.InputContext(count, index, count)
     # The first machine's ops have the names that they have on one device.
@@ -81,12 +76,7 @@ def _fails_without_data(flags: Sequence[tf.Tensor]) -> tf.Tensor:
 
 
 def in_context(input_fn: Any, context: tf.distribute.InputContext | None = None) -> Any:
-    """Gives an input_fn the context of its machine.
-
-    Args:
-      input_fn: takes an argument `input_context`.
-      context: says which part to read; by default it's that of the only machine.
-    """
+    """Gives an input_fn the context of its machine, by default of the only one."""
     if 'input_context' not in inspect.signature(input_fn).parameters:
         raise ValueError(
             "input='machine' needs an input_fn with an argument input_context=None, by which each "

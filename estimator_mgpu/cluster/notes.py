@@ -35,7 +35,7 @@ class Notes:
     makes one there.
 
     Args:
-      task: the task's name, such as `/job:worker/task:0`.
+      name: the task's, such as `/job:worker/task:0`.
       target: of the task's server: `grpc://` and its address.
       seconds: how long each call may take; 0 for as long as it takes.
 
@@ -44,8 +44,8 @@ class Notes:
       session: runs this graph on the task.
     """
 
-    def __init__(self, task: str, target: str, seconds: float = 10):
-        config = tf.ConfigProto(device_filters=[task], operation_timeout_in_ms=int(1000 * seconds))
+    def __init__(self, name: str, target: str, seconds: float = 10):
+        config = tf.ConfigProto(device_filters=[name], operation_timeout_in_ms=int(1000 * seconds))
         # A connection that others have may be of a network that the task has left since.
         config.rpc_options.disable_session_connection_sharing = True
         # TensorFlow takes a target that is this process's own address for this process, although
@@ -57,17 +57,17 @@ class Notes:
         self._texts = {}
         self.graph = tf.Graph()
         # In a container of its own, notes outlast the resources of a training.
-        with self.graph.as_default(), tf.device(f'{task}/cpu:0'), tf.container('estimator_mgpu'):
+        with self.graph.as_default(), tf.device(f'{name}/cpu:0'), tf.container('estimator_mgpu'):
             self._new_text = tf.placeholder(tf.string, [])
-            for name in NAMES:
+            for note in NAMES:
                 variable = tf.get_variable(
-                    f'estimator_mgpu_{name}', [], tf.string, use_resource=True
+                    f'estimator_mgpu_{note}', [], tf.string, use_resource=True
                 )
-                self._writes[name] = tf.raw_ops.AssignVariableOp(
+                self._writes[note] = tf.raw_ops.AssignVariableOp(
                     resource=variable.handle, value=self._new_text
                 )
-                self._exist[name] = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
-                self._texts[name] = variable.value()
+                self._exist[note] = tf.raw_ops.VarIsInitializedOp(resource=variable.handle)
+                self._texts[note] = variable.value()
         self.session = tf.Session(target, self.graph, config)
 
     def __enter__(self) -> Notes:
@@ -77,12 +77,12 @@ class Notes:
         with contextlib.suppress(tf.errors.OpError):  # The task may have gone.
             self.session.close()
 
-    def read(self, name: str) -> str:
+    def read(self, note: str) -> str:
         """Returns a note, or '' if there is none: the task's process may have just begun."""
-        if not self.session.run(self._exist[name]):
+        if not self.session.run(self._exist[note]):
             return ''
-        return self.session.run(self._texts[name]).decode()
+        return self.session.run(self._texts[note]).decode()
 
-    def write(self, name: str, text: str) -> None:
+    def write(self, note: str, text: str) -> None:
         """Leaves a note, which replaces the one before."""
-        self.session.run(self._writes[name], {self._new_text: text})
+        self.session.run(self._writes[note], {self._new_text: text})

@@ -24,14 +24,14 @@ def listens(address: str) -> bool:
     return False
 
 
-def described(task: str, address: str) -> str:
+def described(name: str, address: str) -> str:
     """Describes a task that can't be reached: its address, and why, if that's known."""
     host, port = _host_and_port(address)
     try:
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError:
-        return f'{task} at {address} (the name {host} does not resolve)'
-    return f'{task} at {address}'
+        return f'{name} at {address} (the name {host} does not resolve)'
+    return f'{name} at {address}'
 
 
 def host_of(address: str) -> str:
@@ -77,19 +77,15 @@ def that_answer(addresses: Iterable[str]) -> set[str]:
     return answered
 
 
-def check_server(task: str, address: str) -> None:
+def check_server(name: str, address: str) -> None:
     """Raises RuntimeError if what answers at a task's address is no server of TensorFlow's.
 
     It returns if nothing answers: that may also be the task's process, while it's stopped.
-
-    Args:
-      task: the task's name, for the error.
-      address: where the task should be.
     """
     answer = _answer(address)
     if answer is not None and not _is_settings(answer):
         raise RuntimeError(
-            f'{task} should be at {address}, but another program has that port, which answers '
+            f'{name} should be at {address}, but another program has that port, which answers '
             f'{answer[:20]!r}. End it, or give another port in TF_CONFIG on every machine.'
         )
 
@@ -132,6 +128,5 @@ def _begun_connections(address: str) -> list[socket.socket]:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Returns the host and the port."""
     host, _, port = address.rpartition(':')
     return host.strip('[]'), int(port)

@@ -20,11 +20,8 @@ _LONGEST_PAUSE = 30  # seconds
 class Restarts:
     """Counts the sessions that were lost since the last new step, and ends what lasts too long.
 
-    TensorFlow makes a new session at once, for ever, and logs why at the level INFO only.
-
-    Args:
-      limit: for how many seconds sessions may be lost without a new step.
-      model_dir: where checkpoints are.
+    TensorFlow makes a new session at once, for ever, and logs why at the level INFO only. Here
+    sessions may be lost without a new step for `limit` seconds.
     """
 
     def __init__(self, limit: float, model_dir: str) -> None:

@@ -37,13 +37,10 @@ def saving_tasks(graph: tf.Graph) -> set[str]:
 def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Notes]) -> None:
     """Raises ValueError if a task that saves a part of each checkpoint doesn't see the model_dir.
 
-    Args:
-      graph: that of the training, with its saver.
-      model_dir: the chief's.
-      notes_on: as `Task.notes_on`.
+    The graph has a saver, and `notes_on` is that of a `Task`.
     """
-    tasks = sorted(saving_tasks(graph) - {CHIEF})
-    if not tasks:
+    names = sorted(saving_tasks(graph) - {CHIEF})
+    if not names:
         return
 
     directory = os.path.join(model_dir, f'.{uuid.uuid4().hex}')
@@ -52,12 +49,12 @@ def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Not
         path = os.path.join(directory, 'file')
         with tf.io.gfile.GFile(path, 'w') as file:
             file.write('')
-        for task in tasks:
+        for name in names:
             try:
-                _read(task, path, notes_on)
+                _read(name, path, notes_on)
             except _CANNOT_READ as error:
                 raise ValueError(
-                    f'{task} has variables or iterators that it saves itself, and does not see '
+                    f'{name} has variables or iterators that it saves itself, and does not see '
                     f'model_dir={model_dir!r} of {CHIEF}. Give a directory of a file system of all '
                     'machines. The chief saves all if there are only resource variables, which '
                     'tf.disable_v2_behavior() turns off, without a partitioner, and the program '
@@ -67,10 +64,10 @@ def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Not
         tf.io.gfile.rmtree(directory)
 
 
-def _read(task: str, path: str, notes_on: Callable[..., Notes]) -> None:
+def _read(name: str, path: str, notes_on: Callable[..., Notes]) -> None:
     """Reads a file on a task."""
-    with notes_on(task, seconds=60) as notes:
-        with notes.graph.as_default(), tf.device(f'{task}/cpu:0'):
+    with notes_on(name, seconds=60) as notes:
+        with notes.graph.as_default(), tf.device(f'{name}/cpu:0'):
             notes.session.run(tf.io.read_file(path))
 
 

@@ -1,4 +1,9 @@
-"""What workers and ps tasks do: they serve the chief, and end as it ends."""
+"""What workers and ps tasks do: they serve the chief, and end as it ends.
+
+TensorFlow's server does all the work, in threads of its own. Here the main thread waits, and looks
+whether the chief is there, and whether this process is the only one of its task. After SIGTERM it
+serves for a while, as the chief may be saving.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +20,17 @@ from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.devices import CHIEF
 
 _CHECK_EVERY = 30  # seconds from one check to the next
-_GRACE = 20  # seconds after SIGTERM in which a task still serves the chief's last checkpoint
+_AFTER_SIGTERM = 20  # seconds in which a task still serves the chief's last checkpoint
 
 
 def serve(task: Task, model_dir: str) -> NoReturn:
-    """Serves the chief until its process ends, and ends this process in the same way.
-
-    TensorFlow's server does all the work, in threads of its own. Here the main thread waits, and
-    looks whether the chief is there, and whether this process is the only one of its task.
-
-    Args:
-      task: this process.
-      model_dir: where the chief leaves how it has ended.
-    """
+    """Serves the chief, which trains in model_dir, and ends this process as the chief ends."""
     task.busy = True
     try:
         ending = _ending_of_service(task, model_dir)
     finally:  # What the script does after this may hang.
         task.busy = False
-    ending.end_process(task.name)
+    ending.end_as_chief_did(task.name)
 
 
 def _ending_of_service(task: Task, model_dir: str) -> Ending:
@@ -56,7 +53,7 @@ def _ending_of_service(task: Task, model_dir: str) -> Ending:
         ending = look()
         while ending is None:
             now = time.monotonic()
-            # After SIGTERM it serves for a while, as the chief may be saving, and slow to answer.
+            # A chief that saves is slow to answer.
             has_to_answer = now > next_answer_at and task.sigterm_at is None
             ending = task.wait([CHIEF], look_without_chief, answering=has_to_answer)
             if ending is not None:
@@ -68,7 +65,7 @@ def _ending_of_service(task: Task, model_dir: str) -> Ending:
                 task.check_alone()
                 next_check_alone_at = time.monotonic() + _CHECK_EVERY
 
-            if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _GRACE:
+            if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _AFTER_SIGTERM:
                 raise SystemExit(SIGTERM_STATUS)
             time.sleep(1)
             ending = look()
@@ -92,7 +89,7 @@ def _ending_of_chief(notes: Notes) -> Ending | None:
     if not text:
         return None
     ending = Ending.from_text(text)
-    return ending if ending.chief == notes.read('chief') else None
+    return ending if ending.incarnation == notes.read('chief') else None
 
 
 def _missed_ending(task: Task, notes: Notes, file: FileReader) -> Ending | None:

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import tensorflow.compat.v1 as tf
@@ -36,9 +36,6 @@ _NO_PROXY_OF_ALL = 'no_proxy'
 class Task:
     """This process, as a task of TF_CONFIG's cluster. It runs TensorFlow's server.
 
-    Args:
-      config: a RunConfig that has read TF_CONFIG.
-
     Attributes:
       addresses: the address of each task by the task's name, the chief first.
       name: the name of this task, such as `/job:worker/task:0`.
@@ -56,7 +53,7 @@ class Task:
     def __init__(self, config: Any):
         self.addresses = addresses(config)
         self.name = f'/job:{config.task_type}/task:{config.task_id}'
-        self.others = [task for task in self.addresses if task != self.name]
+        self.others = [name for name in self.addresses if name != self.name]
         self.limit: float = config.session_creation_timeout_secs
         self.processes: dict[str, str] = {}
         self._peers: set[connections.Peer] = set()  # where the tasks have been
@@ -104,18 +101,19 @@ class Task:
         hosts = [reach.host_of(address) for address in self.addresses.values()]
         return ','.join(filter(None, dict.fromkeys([*before.split(','), *hosts])))
 
-    def listens(self, task: str) -> bool:
+    def listens(self, name: str) -> bool:
         """Whether there is a process at a task's address. It may be stopped."""
-        return reach.listens(self.addresses[task])
+        return reach.listens(self.addresses[name])
 
-    def notes_on(self, task: str, seconds: float = 3) -> Notes:
-        """Returns the notes on a task.
+    def notes_on(self, name: str, seconds: float = 3) -> Notes:
+        """Returns the notes on a task. Each call that reads or writes one has this time limit."""
+        return Notes(name, f'grpc://{self.addresses[name]}', seconds)
 
-        Args:
-          task: the task's name.
-          seconds: the time limit of each call of the session that reads and writes the notes.
-        """
-        return Notes(task, f'grpc://{self.addresses[task]}', seconds)
+    @contextlib.contextmanager
+    def notes_on_all(self, names: Iterable[str]) -> Iterator[dict[str, Notes]]:
+        """A context with the notes on each of some tasks, by the tasks' names."""
+        with contextlib.ExitStack() as stack:
+            yield {name: stack.enter_context(self.notes_on(name)) for name in names}
 
     def drop_connections(self) -> None:
         """Drops the connections to all tasks, of which there are new ones when they are needed.
@@ -127,21 +125,21 @@ class Task:
 
     def wait(
         self,
-        tasks: Iterable[str] = (),
+        names: Iterable[str] = (),
         ended: Callable[[], T | None] = lambda: None,
         answering: bool = False,
     ) -> T | None:
         """Waits until tasks can be reached, and logs which can't.
 
         Args:
-          tasks: their names; all tasks if there are none.
+          names: the tasks'; all tasks if there are none.
           ended: returns why there is nothing to wait for any more; None if there is.
           answering: whether to wait until they answer, too. A stopped process only listens.
 
         Returns:
           What `ended` has returned; None if all tasks can be reached.
         """
-        names = list(tasks) or list(self.addresses)
+        names = list(names) or list(self.addresses)
         start = time.monotonic()
         next_message_at = start
         self.waits = True
@@ -173,22 +171,22 @@ class Task:
         finally:
             self.waits = False
 
-    def _missing(self, tasks: Iterable[str], answering: bool) -> list[str]:
+    def _missing(self, names: Iterable[str], answering: bool) -> list[str]:
         """Describes the tasks that can't be reached: a text for each of them."""
         missing = []
-        for task in tasks:
-            address = self.addresses[task]
-            if not self.listens(task):
-                missing.append(reach.described(task, address))
-            elif answering and task != self.name:
-                problem = self._problem_of_answer(task)
+        for name in names:
+            address = self.addresses[name]
+            if not self.listens(name):
+                missing.append(reach.described(name, address))
+            elif answering and name != self.name:
+                problem = self._problem_of_answer(name)
                 if problem:
-                    missing.append(f'{task} at {address} (there, but {problem})')
+                    missing.append(f'{name} at {address} (there, but {problem})')
         return missing
 
-    def _problem_of_answer(self, task: str) -> str:
+    def _problem_of_answer(self, name: str) -> str:
         """Why what listens at a task's address doesn't answer as the task; '' if it does."""
-        with contextlib.suppress(tf.errors.OpError), self.notes_on(task) as notes:
+        with contextlib.suppress(tf.errors.OpError), self.notes_on(name) as notes:
             leads = notes.read('leads')
             if leads and json.loads(leads) != self.addresses:
                 return f'its TF_CONFIG has another cluster: {leads}'

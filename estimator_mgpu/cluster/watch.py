@@ -12,6 +12,7 @@ import time
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.cluster.end_of_chief import EndOfChief
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import Notes
 from estimator_mgpu.cluster.task import Task
@@ -20,7 +21,7 @@ _ASK_EVERY = 5  # seconds from one question to the next
 _ANSWER_WITHIN = 10  # seconds in which a task that is well has answered
 _LOG_AFTER = 20  # seconds without an answer, after which the log names a task
 _LOG_EVERY = 30  # seconds from one such message to the next
-_GRACE = 15  # seconds that others have to end the process before this module does
+_LATER_THAN_OTHERS = 15  # seconds that others have to end the process before this module does
 
 
 class Watch:
@@ -29,18 +30,15 @@ class Watch:
     Each other task has a thread that asks it which chief leads it. One more thread, the judge,
     looks every second at when they have answered. The threads run within a `with` statement:
 
-        with Watch(task, leadership) as watch:
+        with Watch(task, leadership, end) as watch:
             ...  # train
             watch.check()  # before a checkpoint is saved
-
-    Args:
-      task: this process.
-      leadership: that of this process, which is the chief.
     """
 
-    def __init__(self, task: Task, leadership: Leadership) -> None:
+    def __init__(self, task: Task, leadership: Leadership, end: EndOfChief) -> None:
         self._task = task
         self._leadership = leadership
+        self._end = end
         self._over = threading.Event()
         # Times are those of time.monotonic().
         self._awake_since = time.monotonic()  # since when this process wasn't stopped
@@ -83,29 +81,23 @@ class Watch:
             raise RuntimeError(self._leadership.replacement_error())
 
     def silent_tasks(self, seconds: float | None = None) -> str:
-        """Says which tasks haven't answered lately, and for how long; '' if all have.
+        """Says which tasks have been silent for so many seconds; '' if there are none.
 
-        Args:
-          seconds: the silence that counts; by default what is too long for a task that is well.
+        By default, it's what is too long for a task that is well.
         """
         limit = _ANSWER_WITHIN if seconds is None else seconds
         return self._described(self._silences(time.monotonic()), limit)
 
     def ask(self, name: str, notes: Notes) -> None:
-        """Asks a task which chief leads it, and notes that it has answered.
-
-        Args:
-          name: the task's.
-          notes: those on the task.
-        """
+        """Asks a task which chief leads it, and notes that it has answered."""
         # These are read before the answer comes: after it, the chief may have begun to lead the
         # task, or have met a new process of it.
         has_begun = self._leadership.has_begun
         known = self._task.processes.get(name)
-        chief = self._leadership.chief_of(notes)
+        leader = self._leadership.leader_of(notes)
         self._answered_at[name] = time.monotonic()
         self._drop_connections_to_old_process(name, known, notes.read('process'))
-        if has_begun and self._leadership.is_another(chief):
+        if has_begun and self._leadership.is_another(leader):
             self._leadership.replaced_on = name
 
     def _drop_connections_to_old_process(self, name: str, known: str | None, process: str) -> None:
@@ -113,8 +105,8 @@ class Watch:
 
         Args:
           name: the task's.
-          known: the incarnation of the process that was the task; None if none is known.
-          process: of the one that answers now; '' if it hasn't said so yet.
+          known: the incarnation of the process before; None if none is known.
+          process: that of the process that answers now; '' if it hasn't said it yet.
         """
         if not known or not process or process == known:
             return
@@ -146,11 +138,7 @@ class Watch:
             self.judge(now)
 
     def judge(self, now: float) -> None:
-        """Logs which tasks don't answer, and ends the process if it has waited too long for them.
-
-        Args:
-          now: the time, by time.monotonic().
-        """
+        """Logs which tasks don't answer, and ends the process once it has waited too long."""
         if self._task.waits:  # `Task.wait` logs for which tasks it waits, and has its own limit.
             self._awake_since = now
         silences = self._silences(now, self._awake_since)
@@ -159,12 +147,7 @@ class Watch:
         self._end_if_replaced(now)
 
     def _silences(self, now: float, counted_from: float = 0) -> dict[str, float]:
-        """For how many seconds each task hasn't answered.
-
-        Args:
-          now: the time.
-          counted_from: the time from which on silence counts.
-        """
+        """For how many seconds each task hasn't answered, of those after `counted_from`."""
         return {name: now - max(at, counted_from) for name, at in self._answered_at.items()}
 
     def _described(self, silences: dict[str, float], limit: float = 0) -> str:
@@ -192,13 +175,13 @@ class Watch:
 
     def _end_after_limit(self, silences: dict[str, float]) -> None:
         """Ends the process if a task has been silent for too long."""
-        # Other code that waits for the task has the limit without the grace. Its error comes first,
-        # and tells the cause.
-        limit = self._task.limit + _GRACE
+        # Other code that waits for the task ends at the limit itself. Its error comes first, and
+        # tells the cause.
+        limit = self._task.limit + _LATER_THAN_OTHERS
         silent = self._described(silences, limit)
         if silent:
             error = f'{silent} (session_creation_timeout_secs: {self._task.limit})'
-            self._leadership.end_process(error, 1)
+            self._end.end_process(error, 1)
 
     def _end_if_replaced(self, now: float) -> None:
         """Ends the process if another chief has replaced it, and the present step doesn't end."""
@@ -206,6 +189,6 @@ class Watch:
             return
         if self._replaced_since is None:
             self._replaced_since = now
-        if now - self._replaced_since > _GRACE:
+        if now - self._replaced_since > _LATER_THAN_OTHERS:
             error = self._leadership.replacement_error()
-            self._leadership.end_process(error, 1)
+            self._end.end_process(error, 1)

@@ -1,9 +1,10 @@
-"""SIGTERM ends a chief within 10 seconds, or 30 if a disk hangs, whatever its main thread does.
+"""SIGTERM ends a chief within 10 seconds, or 30 if a disk hangs, also if its main thread hangs.
 
+The step that runs is the chief's last one: `chief` sees to that, with the handler in `task`. But
 Python runs a signal's handler in the main thread, once TensorFlow returns to it: never, if a step
-waits for an input that hangs. But Python writes a signal's number to a pipe at once, if it's given
-one (`signal.set_wakeup_fd`). Here a thread reads from it. Only a checkpoint that is being saved is
-finished first, unless that takes an hour, as on a disk that hangs.
+waits for an input that hangs. It also writes the signal's number to a pipe, and at once, if it's
+given one (`signal.set_wakeup_fd`). Here a thread reads from it. Only a checkpoint that is being
+saved is finished first, unless that takes an hour, as on a disk that hangs.
 """
 
 from __future__ import annotations
@@ -17,34 +18,25 @@ from collections.abc import Callable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import saving
+from estimator_mgpu.cluster.end_of_chief import LONGEST_TELLING, EndOfChief
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
-from estimator_mgpu.cluster.leadership import LONGEST_TELLING, Leadership
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.watch import Watch
 from estimator_mgpu.errors import user_lines
 
-_GRACE = 7  # seconds for the main thread; with what follows, the process ends within 10
+_FOR_MAIN_THREAD = 7  # seconds; with what follows, the process ends within 10
 _LONGEST_SAVE = 3600  # seconds
 
 
-class Sigterm:
+class ChiefSigterm:
     """Ends this process some seconds after SIGTERM, if the main thread doesn't.
 
-    Args:
-      task: this process.
-      leadership: that of this process, which is the chief.
-      watch: returns the watch of a training, or None at other times.
-
-    Attributes:
-      main_thread_ends: whether the main thread, without TensorFlow, is about to end the process.
+    `watch` returns the watch of the training that goes on, or None if none does.
     """
 
-    def __init__(
-        self, task: Task, leadership: Leadership, watch: Callable[[], Watch | None]
-    ) -> None:
-        self.main_thread_ends = False
+    def __init__(self, task: Task, end: EndOfChief, watch: Callable[[], Watch | None]) -> None:
         self._task = task
-        self._leadership = leadership
+        self._end = end
         self._watch = watch
         self._has_pipe = False
         self._masks = threading.local()  # of the signals that a thread which forks has blocked
@@ -87,31 +79,30 @@ class Sigterm:
             numbers = os.read(reading_end, 4096)
 
     def end_process_soon(self) -> None:
-        """Ends the process, unless the main thread begins to do so within `_GRACE` seconds.
+        """Ends the process, unless the main thread begins to do so in its time.
 
-        Time in which a training saves a checkpoint doesn't count, up to an hour, unless a task
-        doesn't answer.
+        Time in which a checkpoint is saved doesn't count, unless a task doesn't answer.
         """
         waited = 0
-        patience = _GRACE
+        patience = _FOR_MAIN_THREAD
         while patience > 0:
             time.sleep(1)
             waited += 1
             if not self._is_saving() or waited > _LONGEST_SAVE:
                 patience -= 1
-            elif waited == _GRACE:
+            elif waited == _FOR_MAIN_THREAD:
                 tf.logging.warning(
                     f'SIGTERM came {waited} seconds ago. A checkpoint is being saved. This process '
                     f'ends after that, or if it takes more than {_LONGEST_SAVE} seconds.'
                 )
-            if self.main_thread_ends:
+            if self._end.main_thread_ends:
                 time.sleep(LONGEST_TELLING)  # It tells the others, and ends the process meanwhile.
                 os._exit(SIGTERM_STATUS)
 
         watch = self._watch()
-        silent = watch.silent_tasks(_GRACE) if watch else ''
+        silent = watch.silent_tasks(_FOR_MAIN_THREAD) if watch else ''
         where = silent or f'the program is at {", ".join(user_lines.running())}'
-        self._leadership.end_process(
+        self._end.end_process(
             f'SIGTERM came {waited} seconds ago, and this process has not ended: {where}. Nothing '
             'is saved after the last checkpoint',
             SIGTERM_STATUS,

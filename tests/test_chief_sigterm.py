@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from estimator_mgpu.cluster import sigterm
+from estimator_mgpu.cluster import chief_sigterm
 
 pytestmark = pytest.mark.core
 
@@ -26,9 +26,10 @@ class Task:
         return signal.getsignal(signal.SIGTERM) == self.handle
 
 
-class Leadership:
+class End:
     """How the process has ended."""
 
+    main_thread_ends = False
     ending = None
 
     def end_process(self, error, status):
@@ -53,8 +54,8 @@ def task():
 
 
 @pytest.fixture
-def leadership():
-    return Leadership()
+def end():
+    return End()
 
 
 @pytest.fixture
@@ -68,38 +69,37 @@ def each_second(monkeypatch):
         for function in functions:
             function(len(seconds))
 
-    monkeypatch.setattr(sigterm.time, 'sleep', sleep)
+    monkeypatch.setattr(chief_sigterm.time, 'sleep', sleep)
     return functions
 
 
-def test_whatever_the_main_thread_does(task, leadership, each_second):
+def test_whatever_the_main_thread_does(task, end, each_second):
     """The log has the user's line."""
-    sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
-    error, status = leadership.ending
+    chief_sigterm.ChiefSigterm(task, end, lambda: None).end_process_soon()
+    error, status = end.ending
     assert error.startswith('SIGTERM came 7 seconds ago, and this process has not ended: ')
     assert f'the program is at {__file__}:' in error and ' in test_whatever' in error
     assert status == 143
 
 
-def test_the_main_thread_ends(task, leadership, each_second, monkeypatch):
+def test_the_main_thread_ends(task, end, each_second, monkeypatch):
     """It has some more seconds for that, as the disk of the chief's file may hang."""
-    ending = sigterm.Sigterm(task, leadership, lambda: None)
-    each_second.append(lambda seconds: setattr(ending, 'main_thread_ends', seconds >= 3))
+    each_second.append(lambda seconds: setattr(end, 'main_thread_ends', seconds >= 3))
     sleep, slept = time.sleep, []
     monkeypatch.setattr(time, 'sleep', lambda seconds: (slept.append(seconds), sleep(seconds)))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):  # It's the thread that gets here, if the process has not ended.
-        ending.end_process_soon()
-    assert leadership.ending is None
+        chief_sigterm.ChiefSigterm(task, end, lambda: None).end_process_soon()
+    assert end.ending is None
     os._exit.assert_called_once_with(143)
     assert slept == [1, 1, 1, 20]
 
 
-def test_a_step_waits_for_a_task(task, leadership, each_second):
+def test_a_step_waits_for_a_task(task, end, each_second):
     watch = Watch()
     watch.silence = 9
-    sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
-    error, _ = leadership.ending
+    chief_sigterm.ChiefSigterm(task, end, lambda: watch).end_process_soon()
+    error, _ = end.ending
     assert f'has not ended: {WORKER} is silent. Nothing is saved' in error
 
 
@@ -108,30 +108,30 @@ def test_a_step_waits_for_a_task(task, leadership, each_second):
     [('the save', 66), ('the worker', 66), ('nothing', 3607)],
     ids=['saved', 'silent', 'never'],
 )
-def test_a_checkpoint_is_saved(ends, after, task, leadership, each_second, caplog, monkeypatch):
+def test_a_checkpoint_is_saved(ends, after, task, end, each_second, caplog, monkeypatch):
     """It's finished, and the log says so, unless a task that saves doesn't answer."""
     watch = Watch()
     is_saving = True
 
-    def end(seconds):
+    def change(seconds):
         nonlocal is_saving
         if seconds == 60:
             is_saving = ends != 'the save'
             watch.silence = 11 if ends == 'the worker' else 0
 
-    monkeypatch.setattr(sigterm.saving, 'is_saving', lambda: is_saving)
-    each_second.append(end)
-    sigterm.Sigterm(task, leadership, lambda: watch).end_process_soon()
-    assert f'SIGTERM came {after} seconds ago' in leadership.ending[0]
+    monkeypatch.setattr(chief_sigterm.saving, 'is_saving', lambda: is_saving)
+    each_second.append(change)
+    chief_sigterm.ChiefSigterm(task, end, lambda: watch).end_process_soon()
+    assert f'SIGTERM came {after} seconds ago' in end.ending[0]
     said = 'SIGTERM came 7 seconds ago. A checkpoint is being saved. This process ends after that'
     assert f'{said}, or if it takes more than 3600 seconds.' in caplog.text
 
 
-def test_a_save_outside_of_training(task, leadership, each_second, monkeypatch):
+def test_a_save_outside_of_training(task, end, each_second, monkeypatch):
     """SIGTERM breaks it off, so nothing is waited for."""
-    monkeypatch.setattr(sigterm.saving, 'is_saving', lambda: True)
-    sigterm.Sigterm(task, leadership, lambda: None).end_process_soon()
-    assert 'SIGTERM came 7 seconds ago' in leadership.ending[0]
+    monkeypatch.setattr(chief_sigterm.saving, 'is_saving', lambda: True)
+    chief_sigterm.ChiefSigterm(task, end, lambda: None).end_process_soon()
+    assert 'SIGTERM came 7 seconds ago' in end.ending[0]
 
 
 @pytest.fixture
@@ -143,10 +143,12 @@ def no_pipe():
 
 
 @pytest.fixture
-def came(task, leadership, no_pipe, monkeypatch):
+def came(task, end, no_pipe, monkeypatch):
     """A list that has an entry for each SIGTERM that a thread has heard of."""
     came = []
-    monkeypatch.setattr(sigterm.Sigterm, 'end_process_soon', lambda self: came.append(self))
+    monkeypatch.setattr(
+        chief_sigterm.ChiefSigterm, 'end_process_soon', lambda self: came.append(self)
+    )
     return came
 
 
@@ -157,9 +159,9 @@ def wait_for(condition):
         time.sleep(0.01)
 
 
-def test_a_thread_hears_of_it(task, leadership, came):
+def test_a_thread_hears_of_it(task, end, came):
     """Not of other signals, nor if the user handles SIGTERM, nor of those of forked processes."""
-    sigterm.Sigterm(task, leadership, lambda: None).listen()
+    chief_sigterm.ChiefSigterm(task, end, lambda: None).listen()
     thread = threading.enumerate()[-1]
     assert thread.daemon
     before = signal.signal(signal.SIGUSR1, task.handle)
@@ -185,22 +187,22 @@ def test_a_thread_hears_of_it(task, leadership, came):
     assert not thread.is_alive()
 
 
-def test_the_pipe_of_another_library(task, leadership, came):
+def test_the_pipe_of_another_library(task, end, came):
     reading_end, writing_end = os.pipe()
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end)
-    sigterm.Sigterm(task, leadership, lambda: None).listen()
+    chief_sigterm.ChiefSigterm(task, end, lambda: None).listen()
     os.kill(os.getpid(), signal.SIGTERM)
     assert os.read(reading_end, 1)[0] == signal.SIGTERM
     assert not came
     assert signal.set_wakeup_fd(-1) == writing_end
-    for end in (reading_end, writing_end):
-        os.close(end)
+    os.close(reading_end)
+    os.close(writing_end)
 
 
-def test_beside_the_main_thread(task, leadership, came):
+def test_beside_the_main_thread(task, end, came):
     """Only the main thread may listen to signals."""
-    listens = sigterm.Sigterm(task, leadership, lambda: None).listen
+    listens = chief_sigterm.ChiefSigterm(task, end, lambda: None).listen
     count = threading.active_count()
     with ThreadPoolExecutor() as pool:
         pool.submit(listens).result()
