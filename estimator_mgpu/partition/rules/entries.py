@@ -380,7 +380,9 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 
 
-def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _take_of_ids(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
     """`GatherV2` of what belongs to different ids: for each entry, what belongs to its id."""
     looked_up, places, _ = placements
     dims = sizes.dims(op.inputs[0])
@@ -394,7 +396,7 @@ def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
 
 
-def _gradient_of_gather(
+def _sum_by_id_of_take(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
     """`UnsortedSegmentSum`: for each id, the sum of what its entries have."""
@@ -473,8 +475,8 @@ _RULES = {
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
     'Unique': _unique,
-    'GatherV2': _gather,
-    'UnsortedSegmentSum': _gradient_of_gather,
+    'GatherV2': _take_of_ids,
+    'UnsortedSegmentSum': _sum_by_id_of_take,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,

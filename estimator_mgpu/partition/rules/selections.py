@@ -293,7 +293,9 @@ def _with_zero(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     return Decision(OpPlan((LOCAL, FULL if is_scalar else LOCAL)), [placement], [dims])
 
 
-def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _take_positions(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
     """`GatherV2` of a vector of positions: it takes the rows of a selection."""
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
@@ -477,7 +479,7 @@ _USES = {
     **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
     'ZerosLike': _zeros_like,
     **dict.fromkeys(['GreaterEqual', 'Maximum'], _with_zero),
-    'GatherV2': _gather,
+    'GatherV2': _take_positions,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,
     **dict.fromkeys(
