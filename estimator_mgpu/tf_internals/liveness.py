@@ -69,6 +69,7 @@ class Liveness:
 
     Attributes:
       after_control_flow: the only ops that may be in a loop, or dead.
+      in_loops: the ops that run in loops, or whose outputs are in one, in the order of `ops`.
     """
 
     def __init__(self, ops: Sequence[tf.Operation]):
@@ -79,13 +80,15 @@ class Liveness:
         control_flow = graphs.ops_of_types(ops[0].graph, _CONTROL_FLOW) if ops else []
         begins = set(control_flow).intersection(ops)
         self.after_control_flow = graphs.descendants(list(begins)).intersection(ops)
-        order = topological_order([op for op in ops if op in self.after_control_flow])
+        candidates = [op for op in ops if op in self.after_control_flow]
+        order = topological_order(candidates)
         for op in order:
             self._add(op)
         # In that order, a `NextIteration` comes before what it depends on: so it's added again.
         for op in order:
             if op.type in op_types.NEXT_ITERATION:
                 self._add(op)
+        self.in_loops = [op for op in candidates if self.is_in_loop(op)]
 
     def frame(self, op: tf.Operation) -> Frame:
         """The loops in which an op runs."""

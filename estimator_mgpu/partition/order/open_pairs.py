@@ -218,17 +218,18 @@ def _without_cycles(
 ) -> Iterator[tuple[tf.Operation, tf.Operation]]:
     """The edges that close no cycle; a loop of TensorFlow 1 counts as a single op."""
 
-    def unit(op: tf.Operation) -> Any:
+    def op_or_frame(op: tf.Operation) -> Any:
         return liveness.outermost_loop(op) or op
 
     inputs: dict[Any, dict[Any, None]] = defaultdict(dict)
     for op in step:
-        before = [unit(other) for other in graphs.direct_inputs(op)]
-        inputs[unit(op)].update(dict.fromkeys(other for other in before if other != unit(op)))
-    between_units = {edge: (unit(edge[0]), unit(edge[1])) for edge in edges}
-    distinct = list(dict.fromkeys(between_units.values()))
-    possible = set(graphs.without_cycles(lambda unit: inputs.get(unit, {}), distinct))
-    return (edge for edge, between in between_units.items() if between in possible)
+        user = op_or_frame(op)
+        before = map(op_or_frame, graphs.direct_inputs(op))
+        inputs[user].update(dict.fromkeys(other for other in before if other != user))
+    between = {edge: (op_or_frame(edge[0]), op_or_frame(edge[1])) for edge in edges}
+    distinct = list(dict.fromkeys(between.values()))
+    possible = set(graphs.without_cycles(lambda user: inputs.get(user, {}), distinct))
+    return (edge for edge, ends in between.items() if ends in possible)
 
 
 def _waitable(op: tf.Operation) -> tf.Operation:

@@ -129,7 +129,7 @@ def propagate(
                 sources=sources,
                 entries=entries,
                 joined=joined.keys(),
-                order=[op for unit in order for op in _boundary(unit)],
+                order=[end for op in order for end in _boundary(op)],
                 ops=scope.ops,
                 placements=scope.placements,
                 once=graph_pass.once,
@@ -140,23 +140,23 @@ def propagate(
             )
 
 
-def _boundary(unit: OpOrLoop) -> Sequence[tf.Operation]:
+def _boundary(op: OpOrLoop) -> Sequence[tf.Operation]:
     """The op, or the ops of a v1 loop that are connected with ops outside of it."""
-    return [*unit.enters, *unit.exits] if isinstance(unit, V1Loop) else [unit]
+    return [*op.enters, *op.exits] if isinstance(op, V1Loop) else [op]
 
 
 def _frames(
-    scope: Scope, units: Sequence[OpOrLoop], around: tuple[LoopFrame, ...] = ()
+    scope: Scope, ops: Sequence[OpOrLoop], around: tuple[LoopFrame, ...] = ()
 ) -> dict[str, tuple[LoopFrame, ...]]:
     """The v1 loops around the inputs of ops, by the ops' names.
 
     Args:
       scope: what was decided.
-      units: ops and v1 loops, in the graph or in a loop.
+      ops: ops and v1 loops, in the graph or in a loop.
       around: the loops around these.
     """
     frames: dict[str, tuple[LoopFrame, ...]] = {}
-    for loop in units:
+    for loop in ops:
         if not isinstance(loop, V1Loop):
             continue
         first = loop.enters[0]
@@ -165,7 +165,7 @@ def _frames(
         inside = (*around, LoopFrame(loop.name, iterations, is_joint))
         frames.update((op.name, inside) for op in loop.all_ops if op not in loop.enters)
         if loop.body is not None:
-            frames.update(_frames(scope, loop.body.units, inside))
+            frames.update(_frames(scope, loop.body.ops, inside))
     return frames
 
 

@@ -328,7 +328,7 @@ def decide_v1_row_loop(
     functions: CalledFunctions, loop: V1Loop, body: LoopBody, placements: Sequence[Placement]
 ) -> Decision:
     """The same for a loop of TensorFlow 1."""
-    part = Part(body.inputs, body.units)
+    part = Part(body.inputs, body.ops)
     row_loop = RowLoop(
         loop.inputs,
         placements,

@@ -34,11 +34,7 @@ def remove_loop_waits(division: Division) -> None:
     """
     order = division.order
     liveness = order.liveness
-    ops = [
-        op
-        for op in filter(liveness.is_in_loop, division.graph.get_operations())
-        if op.name not in division.existing_ops
-    ]
+    ops = [op for op in liveness.in_loops if op.name not in division.existing_ops]
     with_effects = {liveness.outermost_loop(op) for op in ops if not order.is_quiet(op)}
     for op in ops:
         if op.type in op_types.ENTER and not liveness.frame(op):
