@@ -316,7 +316,7 @@ def test_entries_of_large_tensors():
     """Those of each of 2 towers, of 1,500,000,001 rows; no tensor of them is made."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes = NodeBuilder(graph, 'replicate', '/device:CPU:0')
+        nodes = NodeBuilder(graph, 'replicate', '/device:CPU:0', None)
         given, each = tf.constant(1_500_000_001), tf.constant(3_000_000_000, tf.int64).name
 
         def symbol(of, tower, dtype):
@@ -343,7 +343,7 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
     """A number of rows is int32, and cheap; of entries there may be more."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
+        nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0', None), tf.constant(5)
         towers = towers_of(['/device:CPU:0'] * 2)
         shards = Shards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)

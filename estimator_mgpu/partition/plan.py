@@ -149,6 +149,10 @@ Need = Union[
 ]
 
 
+OF_SIZES = (LocalShape, Constant, FullSizes)
+"""The forms of sizes and other known integers, which copies have without the input."""
+
+
 # What a rule says of an operand's dimensions.
 
 # Dimensions with the same label have the same size, or size 1 and are broadcast. None is the label

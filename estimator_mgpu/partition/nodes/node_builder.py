@@ -39,7 +39,7 @@ class NodeBuilder:
       served: the user's op for which nodes are added, if not within `serving()`.
     """
 
-    def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None = None):
+    def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None):
         self.graph = graph
         self.scope = scope
         self.names = Names(scope)
@@ -292,6 +292,6 @@ class NodeBuilder:
         }
 
 
-def other_output(first: str, index: int) -> str:
-    """The name of another output of a node, of which `NodeBuilder.add` has returned the first."""
-    return f'{first.removesuffix(":0")}:{index}'
+def second_output(first: str) -> str:
+    """The name of a node's second output, of the first, which `NodeBuilder.add` has returned."""
+    return f'{first.removesuffix(":0")}:1'

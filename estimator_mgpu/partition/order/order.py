@@ -77,10 +77,6 @@ class Order:
         """The bit of an op; 0 if it touches no state."""
         return self._bit_of.get(op, 0)
 
-    def has_effect(self, op: tf.Operation) -> bool:
-        """Whether an op has a side effect."""
-        return bool(self.bits(op) & self.effects)
-
     def upstream(self, op: tf.Operation) -> int:
         """The bits of an op and of all that running it ran in the graph as it was."""
         return self._upstream.get(op, 0)

@@ -311,7 +311,7 @@ def _copies(
     """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
     for chain in chains_of(towers):
-        copies = [values.copy_name(op.name, tower) for tower in chain for op in ops]
+        copies = [name for op in ops for name in values.copy_names(op, chain)]
         names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
     return names
 
@@ -323,7 +323,7 @@ def _names_of_ops(
     names: list[str] = []
     for op in ops:
         if op.name in plan.ops:
-            names += [values.copy_name(op.name, tower) for tower in towers]
+            names += values.copy_names(op, towers)
         else:
             names.append(op.name)
     return names

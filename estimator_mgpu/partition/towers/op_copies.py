@@ -18,6 +18,7 @@ from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
+    OF_SIZES,
     Constant,
     CountedFromFirst,
     FullSizes,
@@ -145,7 +146,7 @@ class Copies:
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:
-                names += [f'^{self._values.copy_name(before.name, tower)}' for tower in towers]
+                names += [f'^{name}' for name in self._values.copy_names(before, towers)]
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
@@ -166,7 +167,7 @@ class Copies:
             return []
         replaced = []
         for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
-            if isinstance(need, (LocalShape, Constant, FullSizes)):
+            if isinstance(need, OF_SIZES):
                 replaced.append(tensor.op)
             elif tensor.op.type not in op_types.ENTER:
                 return []
@@ -207,7 +208,7 @@ class Copies:
         loops = self._plan.frames[op.name]
         if isinstance(need, Reduced):
             return self._values.reduced(tensor, need, loops)
-        if isinstance(need, (LocalShape, Constant, FullSizes)):
+        if isinstance(need, OF_SIZES):
             sizes = self._sizes(tensor, need, tower)
             return self._nodes.entered(sizes, self._values.frames(loops, tower), device)
 

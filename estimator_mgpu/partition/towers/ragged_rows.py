@@ -53,11 +53,15 @@ def positions(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
 
     It's an error if a tower's rows end before they begin.
     """
-    ends = _extent(shards, tower)
+    nodes = shards.nodes
+    start, size = shards.extent(ONE, tower)
+    first_row = nodes.scalar(start, tf.int32)
+    end_row = nodes.add('AddV2', [first_row, size], nodes.host, T=tf.int32)
+
     types = {'Tparams': tf.int64, 'Tindices': tf.int32}
-    first, last = [shards.nodes.add('Gather', [bounds, row], device, **types) for row in ends]
-    one = shards.nodes.scalar(1, tf.int64)
-    return shards.nodes.add('Range', [first, last, one], device, Tidx=tf.int64)
+    first = nodes.add('Gather', [bounds, first_row], device, **types)
+    end = nodes.add('Gather', [bounds, end_row], device, **types)
+    return nodes.add('Range', [first, end, nodes.scalar(1, tf.int64)], device, Tidx=tf.int64)
 
 
 def row_splits(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
@@ -94,10 +98,3 @@ def most_in_a_row(nodes: NodeBuilder, rows: str, dtype: tf.DType, count: str, de
     types = {'Tidx': dtype, 'T': tf.int64}
     lengths = nodes.add('DenseBincount', [rows, count, none], device, **types)
     return nodes.add('Max', [lengths, [0]], device, T=tf.int64, Tidx=tf.int32)
-
-
-def _extent(shards: Shards, tower: Tower) -> tuple[str, str]:
-    """A tower's first row, and the one behind its last one: int32 scalars."""
-    start, size = shards.extent(ONE, tower)
-    first = shards.nodes.scalar(start, tf.int32)
-    return first, shards.nodes.add('AddV2', [first, size], shards.nodes.host, T=tf.int32)

@@ -23,7 +23,7 @@ from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
 from estimator_mgpu.partition.messages.slices import Part, Slices
 from estimator_mgpu.partition.micro_batches.turns import Chain
-from estimator_mgpu.partition.nodes.node_builder import other_output
+from estimator_mgpu.partition.nodes.node_builder import second_output
 from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 
@@ -326,7 +326,7 @@ def _stack(
     rows = nodes.concat(stacked, 0, dtype, device)  # mean, variance, mean, variance, and so on
     pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device, T=dtype)
     first = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
-    return first, other_output(first, 1)
+    return first, second_output(first)
 
 
 def _without_empty_towers(

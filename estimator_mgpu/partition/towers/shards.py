@@ -116,7 +116,7 @@ class Shards:
         entries_per_row = self.size_value(factor, tower, dtype)
         return self._entries_of(self._extents[tower.number], entries_per_row, dtype)
 
-    def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType = tf.int32) -> Number:
+    def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType) -> Number:
         """How many entries all towers of a chain have, with `factor` entries a row."""
         entries_per_row = self.size_value(factor, None, dtype)
         extent = self._extents_of_chains[self.chains.index(chain)]
@@ -131,9 +131,7 @@ class Shards:
         size = self._multiply(row_count, entries_per_row, dtype)
         return start, size
 
-    def size_value(
-        self, size: Size, tower: Tower | None = None, dtype: tf.DType = tf.int32
-    ) -> Number:
+    def size_value(self, size: Size, tower: Tower | None, dtype: tf.DType) -> Number:
         """The value of a size, with all rows; with a tower, other dimensions are those it has."""
         if size.static is not None:
             return size.static

@@ -14,7 +14,7 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.micro_batches.turns import Tower
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, other_output
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, second_output
 from estimator_mgpu.partition.sizes import Size, full_size
 from estimator_mgpu.partition.towers.shards import Shards
 
@@ -82,7 +82,7 @@ def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str
     negative = nodes.add('Neg', [numbers], device, T=dtype)
     count = nodes.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
     largest = nodes.add('TopKV2', [negative, count], device, T=dtype)
-    return other_output(largest, 1)
+    return second_output(largest)
 
 
 def count_from_first(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, other_output
+from estimator_mgpu.partition.nodes.node_builder import second_output
 from estimator_mgpu.partition.towers import sparse_rows
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
@@ -57,7 +57,7 @@ def merge(
     nodes = shards.nodes
     joined = gather_selection(shards, ids, dtype, 0, device)
     unique = nodes.add('Unique', [joined], device, T=dtype, out_idx=tf.int32)
-    places = other_output(unique, 1)
+    places = second_output(unique)
     count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
     if is_sorted:
         order = sparse_rows.order(nodes, unique, dtype, device)
@@ -72,23 +72,6 @@ def merge(
     sorted_ids = sparse_rows.take(nodes, unique, dtype, order, device, tf.int32)
     sorted_places = sparse_rows.take(nodes, ranks, tf.int32, places, device, tf.int32)
     return MergedIds(sorted_ids, sorted_places, count)
-
-
-def first_entries(
-    nodes: NodeBuilder, places: str, dtype: tf.DType, numbers: str, count: str, device: str
-) -> str:
-    """The number of the entry with which each id of a tower comes first, a vector.
-
-    Args:
-      nodes: where nodes are added.
-      places: for each of the tower's entries, the place of its id among the tower's.
-      dtype: their type.
-      numbers: for each of its entries, the entry's number among those of the batch, int64.
-      count: how many different ids it has, an int32 scalar.
-      device: where this is computed.
-    """
-    types = {**_types(tf.int64), 'Tindices': dtype}
-    return nodes.add('UnsortedSegmentMin', [numbers, places, count], device, **types)
 
 
 def add_up(

@@ -38,7 +38,6 @@ from estimator_mgpu.partition.sizes import (
     RowSpace,
     RowsToLast,
     SelectedRows,
-    Size,
     Splits,
     UniqueRows,
     full_size,
@@ -111,6 +110,10 @@ class Values:
         """The name of a tower's copy of an op."""
         return self._nodes.names.copy(op_name, tower.number)
 
+    def copy_names(self, op: tf.Operation, towers: Sequence[Tower]) -> list[str]:
+        """The names of towers' copies of an op."""
+        return [self.copy_name(op.name, tower) for tower in towers]
+
     def name_of_result(self, op: tf.Operation) -> str:
         """The name of an identity that gives what one of the user's ops computes."""
         return self._nodes.names.added(op.name, f'result_{op.name.rpartition("/")[2]}')
@@ -165,7 +168,8 @@ class Values:
             places = self._places(need.rows, tower)
             return sparse_rows.take(self._nodes, full, dtype, places, device, tf.int64, need.axis)
         if need.in_blocks:
-            dims = self._dims(tensor, need.axis, need.factor, need.rows)
+            dims = list(self._plan.sizes.dims(tensor) or [])
+            dims[need.axis] = need.factor * full_size(need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
         if need.axis == 0 and self._waits_as_bits(tensor):
             packed = bits.pack(self._nodes, full, tensor, device)
@@ -333,12 +337,6 @@ class Values:
         shards = self.shards_of(need.rows)
         return reduce_and_gather.reduce(shards, values, dtype, need.reduce, self._towers[0].device)
 
-    def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
-        """The dimensions of a full value that has `factor` entries a row along an axis."""
-        dims = list(self._plan.sizes.dims(tensor) or [])
-        dims[axis] = factor * full_size(rows)
-        return dims
-
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
         if self.origins.is_made_from_local(tensor) and tensor.name not in self.full_values:
@@ -481,20 +479,14 @@ class Values:
         if rows.picked_from is None:
             return []
         _, places = ids.op.outputs
+        types = {'T': tf.int64, 'Tindices': places.dtype, 'Tnumsegments': tf.int32}
         firsts = []
         for tower in self._towers:
-            types = {'T': ids.dtype, 'out_type': tf.int32}
-            count = self._nodes.add('Size', [self.local(ids, tower)], tower.device, **types)
-            firsts.append(
-                unique_ids.first_entries(
-                    self._nodes,
-                    self.local(places, tower),
-                    places.dtype,
-                    self._numbers(rows.picked_from, tower),
-                    count,
-                    tower.device,
-                )
+            count = self._nodes.add(
+                'Size', [self.local(ids, tower)], tower.device, T=ids.dtype, out_type=tf.int32
             )
+            inputs = [self._numbers(rows.picked_from, tower), self.local(places, tower), count]
+            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device, **types))
         return firsts
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
@@ -585,11 +577,7 @@ class Values:
             for tower in self._towers:
                 local = self.local(tensor, tower)
                 entries.append(self._nodes.add('Gather', [local, position], tower.device, **types))
-            host = self._nodes.host
-            vector = self._nodes.add('Pack', entries, host, T=tensor.dtype, N=len(entries))
-            types = {'T': tensor.dtype, 'Tidx': tf.int32}
-            largest = self._nodes.add('Max', [vector, 0], host, **types)
-            return self._nodes.cast(largest, tensor.dtype, dtype, host)
+            return self._largest(entries, tensor.dtype, dtype)
 
     def _longest_row(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """How many values the longest row has, of row splits, or of what towers have of rows."""
@@ -612,9 +600,14 @@ class Values:
                         nodes, rows, tensor.dtype, count, host_of(tower.device)
                     )
                 )
-            vector = nodes.add('Pack', of_towers, host, T=tf.int64, N=len(of_towers))
-            largest = nodes.add('Max', [vector, 0], host, T=tf.int64, Tidx=tf.int32)
-            return nodes.cast(largest, tf.int64, dtype, host)
+            return self._largest(of_towers, tf.int64, dtype)
+
+    def _largest(self, scalars: Sequence[str], source: tf.DType, dtype: tf.DType) -> str:
+        """The largest of some scalars, in another type than theirs."""
+        host = self._nodes.host
+        vector = self._nodes.add('Pack', scalars, host, T=source, N=len(scalars))
+        largest = self._nodes.add('Max', [vector, 0], host, T=source, Tidx=tf.int32)
+        return self._nodes.cast(largest, source, dtype, host)
 
     def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""

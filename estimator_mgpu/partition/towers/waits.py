@@ -30,9 +30,7 @@ from estimator_mgpu.partition.order.accesses import makers_of_state
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import (
     LOCAL,
-    Constant,
-    FullSizes,
-    LocalShape,
+    OF_SIZES,
     Need,
     Plan,
     Reduced,
@@ -299,7 +297,7 @@ class Waits:
         stack: list[tf.Operation] = []
         for op in sharded:
             for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
-                if not isinstance(need, (LocalShape, Constant, FullSizes)):
+                if not isinstance(need, OF_SIZES):
                     stack += self._user_ops_of([tensor])
         while stack:
             op = stack.pop()
@@ -320,7 +318,7 @@ class Waits:
 
     def _bits_of_need(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> int:
         """The bits of what a copy of an op is given for a tensor."""
-        if isinstance(need, (LocalShape, Constant, FullSizes)):
+        if isinstance(need, OF_SIZES):
             return 0  # The tensor itself isn't used.
         # In a loop of TensorFlow 1, a full value is what each tower has, and a variable's value
         # enters by a copy of its `Enter`.
