@@ -5,7 +5,6 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule, replicate, steps
-from estimator_mgpu.partition.micro_batches.turns import towers_of
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
@@ -18,6 +17,7 @@ from estimator_mgpu.partition.sizes import (
     Splits,
     UnknownSize,
 )
+from estimator_mgpu.partition.tower import towers_of
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
 from estimator_mgpu.partition.towers.shards import Shards, index_type
 from models import batches, floats, of_all_modes, spec_of, weights

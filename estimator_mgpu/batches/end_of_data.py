@@ -130,7 +130,7 @@ def _writes_to_hold(
         is_for_step = not step.isdisjoint(graphs.descendants([op], until=step))
         if is_for_step:
             # In the place of an op in a loop, the ops wait by which the loop begins.
-            held.update(dict.fromkeys(liveness.entries(op) or [op]))
+            held.update(dict.fromkeys(liveness.enters(op) or [op]))
     return [op for op in held if op not in before_batch and op not in waiting_already]
 
 

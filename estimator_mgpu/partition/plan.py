@@ -245,6 +245,6 @@ class Plan(NamedTuple):
     # its ragged ones, by name.
     entries: Mapping[str, SparseRows | RaggedRows] = {}
     # The names of those values that towers have where the entries of another sparse tensor are.
-    joined: Set[str] = frozenset()
+    at_others_entries: Set[str] = frozenset()
     # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
     in_loops: Mapping[str, Placement] = {}

@@ -150,7 +150,7 @@ class Edges:
                 names.append(self._node_name(op.name, tower))
         return names + self._added_to_loops[unit]
 
-    def entries(self, unit: Unit) -> list[str]:
+    def enters(self, unit: Unit) -> list[str]:
         """The names of the nodes of a copy that can wait for others: of a loop, its `Enter` ops."""
         if unit.name not in self.loops:
             return self.members(unit)

@@ -38,8 +38,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.division import Result
 from estimator_mgpu.partition.micro_batches.activation_bytes import Activations, Stage
 from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.effects import has_side_effect
 

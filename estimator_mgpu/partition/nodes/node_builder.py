@@ -168,6 +168,25 @@ class NodeBuilder:
         first = self.add('SplitV', [value, sizes, 0], device, **attrs)
         return [f'{first[:-1]}{i}' for i in range(len(sizes))]
 
+    def take(
+        self,
+        value: str,
+        dtype: tf.DType,
+        positions: str,
+        device: str,
+        position_dtype: tf.DType = tf.int64,
+        axis: int = 0,
+    ) -> str:
+        """Adds a gather of what is at some positions along an axis."""
+        types = {'Tparams': dtype, 'Tindices': position_dtype, 'Taxis': tf.int32}
+        return self.add('GatherV2', [value, positions, axis], device, **types)
+
+    def argsort(self, numbers: str, dtype: tf.DType, device: str) -> str:
+        """Adds the positions of different numbers, that of the smallest one first: int32."""
+        negative = self.add('Neg', [numbers], device, T=dtype)
+        count = self.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
+        return second_output(self.add('TopKV2', [negative, count], device, T=dtype))
+
     def scalar(self, value: Number, dtype: tf.DType) -> str:
         """Adds an integer as a scalar of its type, unless it is one."""
         return value if isinstance(value, str) else self.const(value, dtype, self.host)

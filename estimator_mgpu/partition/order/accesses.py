@@ -88,7 +88,7 @@ def asks_for_value(op: tf.Operation) -> bool:
     return op.type not in op_types.SHAPE_QUERIES and op.type not in op_types.HANDLE_QUERIES
 
 
-def passes_on(op: tf.Operation, operand: tf.Tensor) -> bool:
+def forwards(op: tf.Operation, operand: tf.Tensor) -> bool:
     """Whether an op gives an operand on as it is, so that its users read what is in it."""
     if op.type in op_types.SWITCH:
         return op.inputs[1].name != operand.name  # That decides which way is taken.

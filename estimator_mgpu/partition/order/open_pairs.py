@@ -34,7 +34,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.accesses import (
     asks_for_value,
-    passes_on,
+    forwards,
     sharing_memory,
     written_state,
 )
@@ -82,7 +82,7 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
     pairs_of_edge = defaultdict[tuple[tf.Operation, tf.Operation], list[OpenPair]](list)
     for maker, first, second in pairs:
         pair = OpenPair(maker.name, first.name, second.name)
-        for target in liveness.entries(second) or [second]:
+        for target in liveness.enters(second) or [second]:
             for source in _ends(first, target, step, liveness):
                 pairs_of_edge[source, target].append(pair)
 
@@ -115,17 +115,17 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
                     if user not in step:
                         continue
                     writes = maker in written(user)
-                    reads = asks_for_value(user) and not passes_on(user, tensor)
+                    reads = asks_for_value(user) and not forwards(user, tensor)
                     if reads or writes:
                         touching[user] = writes
                     if user not in seen:
                         seen.add(user)
-                        stack += _passed_on(tensor, user)
+                        stack += _forwarded(tensor, user)
             in_order = sorted(touching, key=private.creation_index)
             yield maker, [_Access(user, touching[user]) for user in in_order]
 
 
-def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
+def _forwarded(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
     """The outputs of an op by which others touch the state that a tensor refers to, or lies in."""
     if graphs.is_handle(tensor) and user.type in op_types.FORWARD_VARIABLES:
         return user.outputs

@@ -71,7 +71,7 @@ class Order:
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
-        self._let_entries_wait(order)
+        self._let_enters_wait(order)
 
     def bits(self, op: tf.Operation) -> int:
         """The bit of an op; 0 if it touches no state."""
@@ -181,11 +181,11 @@ class Order:
                     within &= ~self.upstream(end)
         return list(dict.fromkeys(found))
 
-    def _let_entries_wait(self, ops: Sequence[tf.Operation]) -> None:
+    def _let_enters_wait(self, ops: Sequence[tf.Operation]) -> None:
         """Notes what loops of TensorFlow 1 have to wait for where they begin.
 
         Nothing in a loop can wait for an op outside, so the loop begins after it. All of its
-        entries wait: whoever comes after the loop relies on that, also if the body never runs.
+        `Enter` ops wait: whoever comes after the loop relies on that, also if the body never runs.
         """
         within = defaultdict[Frame, int](int)  # the bits of a loop's ops
         ops_in_loops = [op for op in ops if self.liveness.frame(op)]
@@ -197,9 +197,9 @@ class Order:
             if not needed:
                 continue
             upstream = self._upstream[op] & ~within[loop]
-            for entry in self.liveness.entries(op):
-                self._needed_by_loops[entry] |= needed
-                self._upstream[entry] = union(upstream, self._upstream[entry])
+            for enter in self.liveness.enters(op):
+                self._needed_by_loops[enter] |= needed
+                self._upstream[enter] = union(upstream, self._upstream[enter])
 
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)

@@ -33,7 +33,7 @@ from estimator_mgpu.partition.placements import (
     Partial,
     Placement,
     Shard,
-    joined,
+    common_placement,
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
@@ -172,7 +172,7 @@ def _request_shards(functions: CalledFunctions, bodies: Sequence[FunctionBody]) 
     before = len(functions.requests)
     for outputs in zip(*(body.graph.outputs for body in bodies)):
         placements = [body.scope.placement_of(output) for body, output in zip(bodies, outputs)]
-        shard = joined(placements)
+        shard = common_placement(placements)
         if not isinstance(shard, Shard):
             continue
         first = placements.index(shard)
@@ -202,7 +202,7 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
     """
     tensors = [body.graph.outputs[index] for body in bodies]
     placements = [body.scope.placement_of(tensor) for body, tensor in zip(bodies, tensors)]
-    placement = joined(placements)
+    placement = common_placement(placements)
     for tensor, in_branch in zip(tensors, placements):
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
@@ -257,7 +257,7 @@ def decide_merge(
     Raises:
       NotSharded: if it has to run once, with the reason.
     """
-    placement = joined(placements)
+    placement = common_placement(placements)
     if placement == REPLICATE:
         return None
     if any(other not in (placement, REPLICATE) for other in placements):

@@ -18,7 +18,7 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Positions,
     Shard,
-    joined,
+    common_placement,
     rows_of,
 )
 from estimator_mgpu.partition.plan import (
@@ -219,7 +219,7 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
     return all(output.shape.is_fully_defined() for output in op.outputs)
 
 
-def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
+def kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
     """The partial result that an op makes of partial results; None if it needs the reduced ones.
 
     For example, the sum of two partial sums is a partial sum, which is reduced once instead of
@@ -229,7 +229,7 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     """
     if op.type in op_types.MERGE:
         # What another branch gives counts on the first tower, and as zeros on others.
-        partial = joined(placements)
+        partial = common_placement(placements)
         if not isinstance(partial, Partial) or partial.reduce != 'sum':
             return None
         if isinstance(partial.rows, UniqueRows):
@@ -253,7 +253,9 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     return first if list(placements) == expected else None
 
 
-def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:
+def kept_partial_decision(
+    op: tf.Operation, placements: Sequence[Placement], partial: Partial
+) -> Decision:
     """The decision for an op that makes a partial result of partial results."""
     if op.type in op_types.MERGE:
         needs = tuple(LOCAL if placement == partial else FULL_ON_FIRST for placement in placements)

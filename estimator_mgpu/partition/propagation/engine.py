@@ -29,7 +29,11 @@ from estimator_mgpu.partition.propagation.branches import (
     decide_merge,
     decide_switch,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, pass_on, passed_partial
+from estimator_mgpu.partition.propagation.decisions import (
+    decide,
+    kept_partial,
+    kept_partial_decision,
+)
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Scope
@@ -113,8 +117,8 @@ def propagate(
                 entries.update(_begin_entries(scope, tensor))
             if isinstance(tensor, tf.RaggedTensor):
                 entries.update(_begin_ragged(scope, tensor))
-        joined = _join_entries(scope, unsharded)
-        entries.update(joined)
+        at_others_entries = _join_entries(scope, unsharded)
+        entries.update(at_others_entries)
         _join_sums(scope)
 
         count_of_same = scope.count_of_same_rows
@@ -128,7 +132,7 @@ def propagate(
                 rows=batch,
                 sources=sources,
                 entries=entries,
-                joined=joined.keys(),
+                at_others_entries=at_others_entries.keys(),
                 order=[end for op in order for end in _boundary(op)],
                 ops=scope.ops,
                 placements=scope.placements,
@@ -224,7 +228,7 @@ def _join_entries(
     Returns:
       By name, what towers take of such values.
     """
-    joined: dict[str, SparseRows] = {}
+    at_others_entries: dict[str, SparseRows] = {}
     for tensor in unsharded:
         if isinstance(tensor, tf.SparseTensor) and tensor.indices.name in scope.same_entries:
             name = scope.whose_entries(tensor.indices.name)
@@ -232,8 +236,8 @@ def _join_entries(
             assert isinstance(positions, Positions)
             scope.placements[tensor.values.name] = positions.shard
             scope.sizes.set_dims(tensor.values, [positions.count])
-            joined[tensor.values.name] = SparseRows(name, scope.batch, ONE)
-    return joined
+            at_others_entries[tensor.values.name] = SparseRows(name, scope.batch, ONE)
+    return at_others_entries
 
 
 def _join_sums(scope: Scope) -> None:
@@ -327,9 +331,9 @@ class _Pass:
             self._begins_in_branch(rows_of(placement)) for placement in placements
         )
         if any(isinstance(placement, Partial) for placement in placements):
-            partial = None if rows_end else passed_partial(op, placements)
+            partial = None if rows_end else kept_partial(op, placements)
             if partial is not None:
-                self.scope.record(op, pass_on(op, placements, partial))
+                self.scope.record(op, kept_partial_decision(op, placements, partial))
                 return
 
             self._reduce_inputs(op, placements)

@@ -43,21 +43,21 @@ def remove_loop_waits(division: Division) -> None:
             for user in private.control_consumers(op):
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
             order.forget_read(op)
-            entry = op.inputs[0]
+            enter = op.inputs[0]
             division.unused.add(op.name)
-            if all(user.name in division.unused for user in entry.consumers()):
-                division.unused.add(entry.op.name)
+            if all(user.name in division.unused for user in enter.consumers()):
+                division.unused.add(enter.op.name)
 
 
-def _begin_at_once(entry: tf.Operation, order: Order) -> None:
-    """Removes the control inputs of a loop's entry, and of a constant that enters there.
+def _begin_at_once(enter: tf.Operation, order: Order) -> None:
+    """Removes the control inputs of a loop's `Enter`, and of a constant that enters there.
 
     What is in a branch still waits for the branch: else it would run if the branch isn't taken.
     """
-    [operand] = entry.inputs
+    [operand] = enter.inputs
     if _refers_to_variable(operand, order):
         return
-    waiting = [entry, operand.op] if operand.op.type == op_types.CONST else [entry]
+    waiting = [enter, operand.op] if operand.op.type == op_types.CONST else [enter]
     for op in waiting:
         kept = [before for before in op.control_inputs if order.liveness.may_be_dead(before)]
         if len(kept) < len(op.control_inputs):

@@ -22,11 +22,11 @@ from estimator_mgpu.partition.messages.slices import Slices, find_sent
 from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits
 from estimator_mgpu.partition.micro_batches.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
-from estimator_mgpu.partition.micro_batches.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.nodes.names import Names, unused_word
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     Constant,
@@ -25,6 +24,7 @@ from estimator_mgpu.partition.plan import (
     Slice,
     VariableValue,
 )
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import function_calls, kernels, op_paths, op_types
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr

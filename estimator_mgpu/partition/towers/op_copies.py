@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
@@ -33,6 +32,7 @@ from estimator_mgpu.partition.plan import (
     SparseRows,
     VariableValue,
 )
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.sending import Sender
@@ -184,7 +184,7 @@ class Copies:
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
         if isinstance(need, (SparseRows, RaggedRows)):
-            return self._values.entries(tensor, need, tower)
+            return self._values.part_of_feature(tensor, need, tower)
         if isinstance(need, CountedFromFirst):
             indices = self._operand(op, tensor, need.indices, tower, device)
             return self._values.counted_from_first(tensor, indices, need, tower, device)

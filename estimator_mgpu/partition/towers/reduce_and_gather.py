@@ -22,9 +22,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
 from estimator_mgpu.partition.messages.slices import Part, Slices
-from estimator_mgpu.partition.micro_batches.turns import Chain
 from estimator_mgpu.partition.nodes.node_builder import second_output
 from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
+from estimator_mgpu.partition.tower import Chain
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')

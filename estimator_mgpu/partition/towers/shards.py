@@ -16,13 +16,6 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import number_of_rows
-from estimator_mgpu.partition.micro_batches.turns import (
-    Chain,
-    Tower,
-    chains_of,
-    divide_extent,
-    static_extents,
-)
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import (
@@ -33,6 +26,13 @@ from estimator_mgpu.partition.sizes import (
     Size,
     full_size,
     per_row,
+)
+from estimator_mgpu.partition.tower import (
+    Chain,
+    Tower,
+    chains_of,
+    divide_extent,
+    static_extents,
 )
 
 Extent = tuple[Number, Number]

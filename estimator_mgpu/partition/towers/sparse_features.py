@@ -1,7 +1,5 @@
 """Each tower's rows of a `SparseTensor`, whose indices and values are full values.
 
-This isn't about sparse gradients: see `reduce_and_gather`.
-
 In: the names of the indices and of the values. Out: the names of those of the tower's rows. For
 example, the second tower has the examples from 3 on:
 
@@ -13,9 +11,8 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.turns import Tower
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, second_output
 from estimator_mgpu.partition.sizes import Size, full_size
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
 
@@ -61,28 +58,6 @@ def positions(
     is_own = nodes.add('LogicalAnd', [is_after_start, is_before_end], device)
     found = nodes.add('Where', [is_own], device, T=tf.bool)
     return nodes.add('Reshape', [found, [-1]], device, T=tf.int64)
-
-
-def take(
-    nodes: NodeBuilder,
-    full: str,
-    dtype: tf.DType,
-    entries: str,
-    device: str,
-    position_dtype: tf.DType = tf.int64,
-    axis: int = 0,
-) -> str:
-    """The indices, or the values, of the entries at these positions."""
-    types = {'Tparams': dtype, 'Tindices': position_dtype, 'Taxis': tf.int32}
-    return nodes.add('GatherV2', [full, entries, axis], device, **types)
-
-
-def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str:
-    """Where each of different numbers is, the smallest one first: an int32 vector."""
-    negative = nodes.add('Neg', [numbers], device, T=dtype)
-    count = nodes.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
-    largest = nodes.add('TopKV2', [negative, count], device, T=dtype)
-    return second_output(largest)
 
 
 def count_from_first(

@@ -18,10 +18,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import if_same
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Padding
 from estimator_mgpu.partition.sizes import ONE, RowSpace, RowsToLast
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
 

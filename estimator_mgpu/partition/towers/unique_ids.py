@@ -16,7 +16,6 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.nodes.node_builder import second_output
-from estimator_mgpu.partition.towers import sparse_rows
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
 
@@ -60,17 +59,17 @@ def merge(
     places = second_output(unique)
     count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
     if is_sorted:
-        order = sparse_rows.order(nodes, unique, dtype, device)
+        order = nodes.argsort(unique, dtype, device)
     elif firsts:
         joined = gather_selection(shards, firsts, tf.int64, 0, device)
         first = nodes.add('UnsortedSegmentMin', [joined, places, count], device, **_types(tf.int64))
-        order = sparse_rows.order(nodes, first, tf.int64, device)
+        order = nodes.argsort(first, tf.int64, device)
     else:
         return MergedIds(unique, places, count)
 
     ranks = nodes.add('InvertPermutation', [order], device, T=tf.int32)
-    sorted_ids = sparse_rows.take(nodes, unique, dtype, order, device, tf.int32)
-    sorted_places = sparse_rows.take(nodes, ranks, tf.int32, places, device, tf.int32)
+    sorted_ids = nodes.take(unique, dtype, order, device, tf.int32)
+    sorted_places = nodes.take(ranks, tf.int32, places, device, tf.int32)
     return MergedIds(sorted_ids, sorted_places, count)
 
 
@@ -93,7 +92,7 @@ def take_first(
     numbers = nodes.add('Range', [0, size, 1], device, Tidx=tf.int32)
     inputs = [numbers, merged.places, merged.size]
     firsts = nodes.add('UnsortedSegmentMin', inputs, device, **_types(tf.int32))
-    return sparse_rows.take(nodes, joined, dtype, firsts, device, tf.int32)
+    return nodes.take(joined, dtype, firsts, device, tf.int32)
 
 
 def _types(dtype: tf.DType) -> dict[str, tf.DType]:

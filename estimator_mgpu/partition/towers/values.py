@@ -17,7 +17,6 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.messages.slices import Slices
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Shard
 from estimator_mgpu.partition.plan import (
@@ -44,11 +43,12 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers import (
     bits,
-    ragged_rows,
+    ragged_features,
     reduce_and_gather,
-    sparse_rows,
+    sparse_features,
     unique_ids,
 )
 from estimator_mgpu.partition.towers.origins import Origins
@@ -155,7 +155,7 @@ class Values:
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
-            return self.entries(tensor, self._plan.entries[tensor.name], tower)
+            return self.part_of_feature(tensor, self._plan.entries[tensor.name], tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
@@ -166,7 +166,7 @@ class Values:
         full = self._sure_of_rows(tensor, need, device)
         if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
             places = self._places(need.rows, tower)
-            return sparse_rows.take(self._nodes, full, dtype, places, device, tf.int64, need.axis)
+            return self._nodes.take(full, dtype, places, device, tf.int64, need.axis)
         if need.in_blocks:
             dims = list(self._plan.sizes.dims(tensor) or [])
             dims[need.axis] = need.factor * full_size(need.rows)
@@ -200,7 +200,9 @@ class Values:
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
 
-    def entries(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
+    def part_of_feature(
+        self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower
+    ) -> str:
         """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
         if isinstance(need, RaggedRows) and tensor.name == need.splits:
             return self._row_splits(need, tower)
@@ -208,14 +210,14 @@ class Values:
         device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
         full = self.full(tensor)
-        if isinstance(need, SparseRows) and tensor.name in self._plan.joined:
+        if isinstance(need, SparseRows) and tensor.name in self._plan.at_others_entries:
             full = self._as_many_values(tensor, need.indices)
-        taken = sparse_rows.take(self._nodes, full, dtype, positions, device)
+        taken = self._nodes.take(full, dtype, positions, device)
         if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
         shards = self.shards_of(need.rows)
         columns = tensor.shape.as_list()[1]
-        return sparse_rows.count_from_first(
+        return sparse_features.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
 
@@ -243,9 +245,9 @@ class Values:
         shards = self.shards_of(need.rows)
         if isinstance(need, RaggedRows):
             bounds, device = self._bounds_of_rows(need)
-            return ragged_rows.positions(shards, bounds, tower, device)
+            return ragged_features.positions(shards, bounds, tower, device)
         indices = self._graph.get_tensor_by_name(need.indices)
-        return sparse_rows.positions(
+        return sparse_features.positions(
             shards,
             self.full(indices),
             indices.dtype,
@@ -258,7 +260,7 @@ class Values:
         """The row splits of a tower's rows."""
         bounds, device = self._bounds_of_rows(need)
         dtype = self._graph.get_tensor_by_name(need.splits).dtype
-        splits = ragged_rows.row_splits(self.shards_of(need.rows), bounds, tower, device)
+        splits = ragged_features.row_splits(self.shards_of(need.rows), bounds, tower, device)
         return self._nodes.cast(splits, tf.int64, dtype, device)
 
     def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
@@ -266,7 +268,7 @@ class Values:
         values = self._graph.get_tensor_by_name(need.values)
         splits = self._graph.get_tensor_by_name(need.splits)
         device = self.origins.device_of_full(splits)
-        bounds = ragged_rows.bounds(
+        bounds = ragged_features.bounds(
             self._nodes,
             self.full(splits),
             splits.dtype,
@@ -292,7 +294,7 @@ class Values:
         numbers = [self._numbers(rows, tower) for tower in self._towers]
         origin = self.shards_of(rows.origin)
         joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
-        return sparse_rows.order(self._nodes, joined, tf.int64, device)
+        return self._nodes.argsort(joined, tf.int64, device)
 
     def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
         """The number of each of a tower's rows: in the batch, a row comes after smaller ones."""
@@ -303,7 +305,7 @@ class Values:
         picked = self._graph.get_tensor_by_name(rows.name)
         local = self.local(picked, tower)
         vector = self._nodes.add('Reshape', [local, [-1]], tower.device, T=picked.dtype)
-        return sparse_rows.take(self._nodes, numbers, tf.int64, vector, tower.device, picked.dtype)
+        return self._nodes.take(numbers, tf.int64, vector, tower.device, picked.dtype)
 
     def counted_from_first(
         self,
@@ -326,7 +328,7 @@ class Values:
         dims = self._plan.sizes.dims(tensor) or []
         columns = dims[-1].static if len(dims) > 1 else 1
         assert columns is not None, 'the rule knows how long an index is'
-        return sparse_rows.count_from_first(
+        return sparse_features.count_from_first(
             shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
         )
 
@@ -416,8 +418,8 @@ class Values:
             )
             if not rows.is_ordered:
                 order = self._order_of_entries(rows, device)
-                gathered = sparse_rows.take(
-                    self._nodes, gathered, dtype, order, device, tf.int32, placement.axis
+                gathered = self._nodes.take(
+                    gathered, dtype, order, device, tf.int32, placement.axis
                 )
             return {name: gathered}
 
@@ -564,7 +566,7 @@ class Values:
                 if tower is not None:  # It's asked for on the tower's machine.
                     host = host_of(tower.device)
             else:
-                vector = self._entries(tensor, dtype)
+                vector = self._as_vector(tensor, dtype)
                 index = symbol.position
             types = {'Tparams': dtype, 'Tindices': tf.int32}
             return self._nodes.add('Gather', [vector, index], host, **types)
@@ -587,7 +589,7 @@ class Values:
             host = nodes.host
             if not isinstance(placement, Positions):
                 device = self.origins.device_of_full(tensor)
-                longest = ragged_rows.longest(nodes, self.full(tensor), tensor.dtype, device)
+                longest = ragged_features.longest(nodes, self.full(tensor), tensor.dtype, device)
                 return nodes.cast(longest, tensor.dtype, dtype, host)
             shards = self.shards_of(placement.rows)
             of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
@@ -596,7 +598,7 @@ class Values:
                 rows = self.local(tensor, tower)
                 count = nodes.scalar(count, tensor.dtype)
                 of_towers.append(
-                    ragged_rows.most_in_a_row(
+                    ragged_features.most_in_a_row(
                         nodes, rows, tensor.dtype, count, host_of(tower.device)
                     )
                 )
@@ -609,7 +611,7 @@ class Values:
         largest = self._nodes.add('Max', [vector, 0], host, T=source, Tidx=tf.int32)
         return self._nodes.cast(largest, source, dtype, host)
 
-    def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
+    def _as_vector(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""
         tensor_dtype = tensor.dtype.base_dtype
         host = self._nodes.host
