@@ -145,8 +145,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     factor = sizes.per_row(which, 0, rows)
     if factor is None:
         return None
-    has_order = is_ordered(rows) or isinstance(rows, UniqueRows)
-    if not has_order and (factor != ONE or not is_range(data, sizes)):
+    if not is_ordered(rows) and (factor != ONE or not is_range(data, sizes)):
         return None  # Only positions tell the order of these rows in the batch.
 
     key = which.name, op.type, len(op.outputs)
