@@ -86,7 +86,7 @@ class Order:
         return self._upstream.get(op) == 0
 
     def is_quiet(self, op: tf.Operation) -> bool:
-        """Whether an op has no side effect whose order counts."""
+        """Whether nobody can tell when an op runs: its side effect, if any, has no order."""
         return not self.bits(op) & (self.effects & ~self._unordered)
 
     def must_come_before(self, op: tf.Operation) -> int:

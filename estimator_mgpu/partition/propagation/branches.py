@@ -85,8 +85,8 @@ def decide_branches(
         if not _request_shards(functions, bodies):
             break
 
-    # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
-    # and such a branch may check examples.
+    # In the graph, a branch that returns no examples needn't be sharded: it runs once. In a
+    # function nothing runs once, and such a branch may be an assertion.
     output_placements, output_dims = _outputs(scope, op, bodies)
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
     if returns_no_examples and not scope.in_function:

@@ -141,8 +141,9 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             )
         if decision is not None or op_type in OF_PLACEMENTS:
             return decision
+    # From here on, rules know no positions: they are given these in full. `counted` is for
+    # `_by_rule`, which knows operands of entries.
     counted = placements
-    # Ops without a rule for positions are given them in full.
     placements = [
         REPLICATE if isinstance(placement, CountedByTower) else placement
         for placement in placements

@@ -104,7 +104,8 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
     Raises:
       NotSharded: if the loop has to run once, with the reason.
     """
-    # A loop in a loop can't run once: towers have copies of it in any case, and lists change in it.
+    # Nothing in a loop runs once: towers have copies of an inner loop in any case, and its lists
+    # change in each step.
     is_replicated = all(placement == REPLICATE for placement in placements)
     if is_replicated and not scope.in_function:
         return None

@@ -29,8 +29,7 @@ from estimator_mgpu.tf_internals.v1_loops import entered
 def remove_loop_waits(division: Division) -> None:
     """Removes the control edges by which loops wait for what is outside of them.
 
-    What is passed into a loop only for such an edge then counts no longer as a read in the order.
-    The ops that pass it are unused.
+    The ops that pass a value into a loop only for such an edge are unused then.
     """
     order = division.order
     liveness = order.liveness
@@ -40,6 +39,7 @@ def remove_loop_waits(division: Division) -> None:
         if op.type in op_types.ENTER and not liveness.frame(op):
             _begin_at_once(op, order)
         elif liveness.outermost_loop(op) not in with_effects and _is_only_waited_for(op, order):
+            # Its users stop waiting, and it counts as no read.
             for user in private.control_consumers(op):
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
             order.forget_read(op)

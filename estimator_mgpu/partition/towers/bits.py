@@ -2,9 +2,9 @@
 
 With micro-batches, a device needs a mask for one turn at a time. But a mask of seeded dropout is
 drawn for the global batch at once, and booleans are a byte each. So a mask is packed as soon as
-it's there. Each turn takes the bytes of its rows, and unpacks them on its device. Otherwise a
-transformer with seeded dropout, on two devices in four turns of 8 examples, would need 5% more
-memory in a step.
+it's there. Each turn takes the bytes of its rows, and unpacks them on its device. As booleans they
+would take eight times as much: of a transformer with seeded dropout, on two devices in eight turns,
+a device has 1.6 MB of packed masks beside 26 MB of activations.
 
     mask        [batch, 4, 6]    booleans
     packed      [batch, 3]       bytes, of which a turn takes its rows

@@ -127,7 +127,7 @@ class Towers:
             values[name] = self._value_in_use(replacements)
             if self._waits.missing(replacements):
                 # Many tensors wait for the same, as gradients do for all updates of averages.
-                effects = self._waits.effects(replacements)
+                effects = self._waits.effects_of(replacements)
                 if effects not in waits:
                     waits[effects] = self._after(self._waits.ops_of(effects, tensor.op), tensor.op)
                 values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)

@@ -35,9 +35,6 @@ def worth_making(
 ) -> Iterator[tf.Tensor]:
     """The tensors whose full values are made.
 
-    Either a step uses it, or it would cost much to compute it again, or to gather what it's
-    computed from.
-
     Args:
       division: the graph, and its plan.
       origins: tells which full values are made from what towers have.

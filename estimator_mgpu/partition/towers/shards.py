@@ -42,6 +42,9 @@ Extent = tuple[Number, Number]
 class Shards:
     """Shards of a row space, as equal as possible.
 
+    A tower *has* `counts` rows, and *computes on* its extent. That's the same, but for a tower
+    without rows, which computes on others' rows.
+
     The rows are divided over the devices, the larger shares first, and then those of each device
     over its turns in the same way: 9 rows, on 2 devices with 3 turns, as 2, 2, 1 and 2, 1, 1.
 

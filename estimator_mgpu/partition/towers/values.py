@@ -280,7 +280,7 @@ class Values:
         return bounds, device
 
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
-        """Where a tower's rows are among all of a selection, if these may be in any order."""
+        """For each of a tower's rows, its place in the full value, if rows may be in any order."""
         if isinstance(rows, Entries):
             return self._positions_of_entries(self._plan.entries[rows.name], tower)
         host = self._nodes.host
@@ -290,14 +290,14 @@ class Values:
         return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
 
     def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
-        """For each row of a selection, its place where the towers' rows follow one another."""
+        """How the joined rows of all towers are put in order: an argsort of their `_numbers`."""
         numbers = [self._numbers(rows, tower) for tower in self._towers]
         origin = self.shards_of(rows.origin)
         joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
         return self._nodes.argsort(joined, tf.int64, device)
 
     def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
-        """The number of each of a tower's rows: in the batch, a row comes after smaller ones."""
+        """For each of a tower's rows, a number that grows along the full value."""
         if isinstance(rows, Entries):
             return self._positions_of_entries(self._plan.entries[rows.name], tower)
         assert rows.picked_from is not None

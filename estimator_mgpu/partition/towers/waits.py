@@ -160,8 +160,8 @@ class Waits:
             waited_for = union(missing, waited_for)
         return ops
 
-    def effects(self, replacements: Sequence[tf.Tensor]) -> int:
-        """The bits of all side effects that running a tensor's op has to run.
+    def effects_of(self, replacements: Sequence[tf.Tensor]) -> int:
+        """The bits of all side effects that come with a tensor.
 
         Args:
           replacements: the tensor, and what one rewrite after another uses in its place.
