@@ -19,7 +19,7 @@ from estimator_mgpu.partition.sizes import (
 )
 from estimator_mgpu.partition.tower import towers_of
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
-from estimator_mgpu.partition.towers.shards import Shards, index_type
+from estimator_mgpu.partition.towers.shards import EqualShards, index_type
 from models import batches, floats, of_all_modes, spec_of, weights
 from towers import compare
 
@@ -324,7 +324,7 @@ def test_entries_of_large_tensors():
             return shards.total_as(dtype) if of is rows else each
 
         towers = towers_of(['/device:CPU:0'] * 2)
-        shards = Shards(rows, given, towers, nodes, symbol)
+        shards = EqualShards(rows, given, towers, nodes, symbol)
         entry = Size(2, (Entry(each, 0),))
         extents = [shards.extent(size, towers[1], tf.int64) for size in (Size(7), entry)]
         total = shards.size_value(Size(7, (rows,)), None, tf.int64)
@@ -345,7 +345,7 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
     with tf.Graph().as_default() as graph, tf.Session() as session:
         nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0', None), tf.constant(5)
         towers = towers_of(['/device:CPU:0'] * 2)
-        shards = Shards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
+        shards = EqualShards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
         parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), t, '') for t in towers]
         joined = gather(shards, parts, tf.int32, 0, [Size(entries, (rows,))], '')

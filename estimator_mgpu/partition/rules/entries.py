@@ -396,7 +396,7 @@ def _take_of_ids(
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
 
 
-def _sum_by_id_of_take(
+def _gradient_of_gather(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
     """`UnsortedSegmentSum`: for each id, the sum of what its entries have."""
@@ -476,7 +476,7 @@ _RULES = {
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
     'Unique': _unique,
     'GatherV2': _take_of_ids,
-    'UnsortedSegmentSum': _sum_by_id_of_take,
+    'UnsortedSegmentSum': _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,

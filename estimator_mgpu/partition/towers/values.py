@@ -52,7 +52,7 @@ from estimator_mgpu.partition.towers import (
     unique_ids,
 )
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
+from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 from estimator_mgpu.tf_internals import op_types
 
@@ -90,8 +90,10 @@ class Values:
         self._packs = packs
         self._packs_of_ops = packs_of_ops
         self._slices = slices
-        self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
-        self._shards = {plan.rows: self.batch_shards}
+        self.batch_shards: Shards = EqualShards(
+            plan.rows, division.total, towers, nodes, self._symbol_value
+        )
+        self._shards: dict[RowSpace, Shards] = {plan.rows: self.batch_shards}
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
@@ -352,7 +354,9 @@ class Values:
             self._shards[rows] = self._shards_of_selection(rows)
         if rows not in self._shards:
             total = self._count_rows(rows) if rows.static is None else None
-            self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
+            self._shards[rows] = EqualShards(
+                rows, total, self._towers, self._nodes, self._symbol_value
+            )
         return self._shards[rows]
 
     def _count_rows(self, rows: RowSpace) -> tf.Tensor:
