@@ -54,7 +54,6 @@ def local_shape_of(
     Args:
       entries: of the full shape, such as [batch, 5]; None if they are unknown.
       position: of the entry that towers replace. It has to be a multiple of the number of rows.
-      rows: which rows are sharded.
     """
     if entries is None or position >= len(entries):
         return None

@@ -198,11 +198,6 @@ def _condition_of_merge(
     """The condition of a `Merge`: that one of the conditions of its inputs holds.
 
     Of {p is true, q is true} and {p is true, q is false}, that's {p is true}.
-
-    Args:
-      merge: the op.
-      conditions: of its inputs.
-      frame: in which it runs.
     """
     remaining = set(conditions)
     pair = _complementary_pair(remaining)

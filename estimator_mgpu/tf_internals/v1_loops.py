@@ -146,10 +146,8 @@ def _body(
     """A loop's condition and body.
 
     Args:
-      name: the loop's.
       variables: at least one.
       constants: the `Enter` ops of constants.
-      exits: the `Exit` ops.
       all_ops: all ops of the loop.
       inner: the loops in it.
     """

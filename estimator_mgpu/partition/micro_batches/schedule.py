@@ -99,7 +99,6 @@ def find_schedule(
 
     Args:
       graph: the user's, before towers are added.
-      plan: which ops are sharded.
       step: the units that a step runs.
       towers: some of which share a device.
       results: what steps of any mode are run for, before towers are added.

@@ -45,9 +45,7 @@ def add_gates(
     Args:
       nodes: where the gates are added.
       step: the units that a step runs.
-      schedule: which of them run one turn after another.
       towers: a device and a turn each.
-      liveness: of the user's ops.
     """
     gates = _gates_of_turns(nodes, step, schedule, towers, liveness)
     slices = _slices_of_turns(step, schedule)
@@ -92,7 +90,6 @@ class _Deadness:
 
     Args:
       nodes: those that are added.
-      liveness: of the user's ops.
     """
 
     def __init__(self, nodes: NodeBuilder, liveness: Liveness):

@@ -182,7 +182,6 @@ def _is_taken_apart(call: tf.Operation, first: int, waited_for: dict[tf.Operatio
     comes before all that their functions do.
 
     Args:
-      call: an op.
       first: the bit of the other op.
       waited_for: the bits of what each op waits for in any case.
     """

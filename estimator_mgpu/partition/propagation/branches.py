@@ -54,9 +54,7 @@ def decide_branches(
     """Decides how an op that calls one of several functions runs; None if it runs once.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: an `If`, a `Case`, or a call of one function.
-      placements: of the op's inputs.
 
     Raises:
       NotSharded: if the op has to run once, with the reason.
@@ -106,7 +104,6 @@ def _check_choices(op: tf.Operation, placements: Sequence[Placement]) -> None:
 
     Args:
       op: an `If`, a `Case`, or a call of one function.
-      placements: of the op's inputs.
 
     Raises:
       NotSharded: if another tensor, or none, chooses its branch.
@@ -122,7 +119,6 @@ def _outputs(
     """The placements of an op's outputs, and the sizes of those that are shards.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: the op that calls the functions.
       bodies: what was found of each function.
 
@@ -233,7 +229,6 @@ def decide_switch(
     """Decides how a `Switch` runs: both outputs have the placement of the input.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: a `Switch`.
       placements: of the value, and of the bool that says whether output 1 has it.
     """
@@ -250,7 +245,6 @@ def decide_merge(
     """Decides how a `Merge` runs.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: a `Merge`, which gives a value, and which of its inputs it was.
       placements: of its inputs. No placement is partial.
 

@@ -34,7 +34,6 @@ class CalledFunctions:
     """The functions that an op calls with the same arguments.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       bodies: the functions' graphs. All take the same arguments.
       arguments: the tensors that they are called with.
       placements: of the arguments in `scope`.

@@ -183,9 +183,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     """By the rule for the op's type; None if no input is sharded in a way that the rule allows.
 
     Args:
-      scope: the graph or function that the op is in.
-      op: the op.
-      placements: of its inputs. Only operands that have the entries of a sparse tensor may be
+      placements: of the op's inputs. Only operands that have the entries of a sparse tensor may be
         counted by towers; others are replicated.
     """
     are_replicated = all(

@@ -155,7 +155,6 @@ def _frames(
     """The v1 loops around the inputs of ops, by the ops' names.
 
     Args:
-      scope: what was decided.
       ops: ops and v1 loops, in the graph or in a loop.
       around: the loops around these.
     """

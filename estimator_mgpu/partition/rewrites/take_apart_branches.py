@@ -74,11 +74,7 @@ class _Returned(NamedTuple):
 
 
 class _Rewrite:
-    """The branches of a graph that are taken apart.
-
-    Args:
-      division: the graph.
-    """
+    """The branches of a graph that are taken apart."""
 
     def __init__(self, division: Division):
         self._division = division

@@ -79,8 +79,6 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
     Args:
       op: one of `TYPES`, or one that is given positions or places.
-      placements: of the op's inputs.
-      sizes: of tensors.
     """
     rule = _RULES.get(op.type)
     positions = [placement for placement in placements if isinstance(placement, Positions)]

@@ -149,7 +149,6 @@ def _scattered(
       signature_with: makes a signature of labels.
       indices: a tensor whose last dimension is a place in the first dimensions of the output.
       dims: of the output.
-      sizes: of tensors.
     """
     index_dims = require(sizes.dims(indices))
     named = require(index_dims[-1].static)

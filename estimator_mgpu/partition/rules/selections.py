@@ -112,8 +112,6 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
     Args:
       op: one of `TYPES`, or one that is given positions.
-      placements: of the op's inputs.
-      sizes: of tensors.
     """
     if op.type == _PARTITION:
         return _partition(op, placements, sizes)
@@ -349,10 +347,8 @@ def _taken(
     """What is at the positions in a tensor.
 
     Args:
-      rows: the tensor.
-      placements: its own, and that of the positions.
+      placements: of the rows, and of the positions.
       named: how many of its dimensions a position names.
-      sizes: of tensors.
       more_needs: the forms of the op's other inputs.
     """
     placement, positions = placements

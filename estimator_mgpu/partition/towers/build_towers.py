@@ -202,11 +202,9 @@ def _collect_nodes(
     """Collects the nodes of towers, without a change to the graph.
 
     Args:
-      division: the graph, and its plan.
       ops: those of the graph, each after those that it depends on.
       result_ops: those that give what steps are run for.
       scope: a word for the names of all nodes.
-      towers: those of which nodes are collected.
     """
     graph = division.graph
     plan = division.plan
@@ -245,9 +243,6 @@ def _units_of_step(
     """The units that a step runs, before the collected nodes are in the graph.
 
     Args:
-      division: the graph, and its plan.
-      collected: the nodes of towers.
-      tower_count: how many towers there are.
       results: what the step is run for, as rewrites have left it.
     """
     full_values = collected.values.full_values
@@ -279,10 +274,6 @@ def _control_inputs(
 
     Args:
       op: one of the user's.
-      plan: which ops are sharded.
-      towers: those that have copies.
-      values: names the copies.
-      waits: which ops it waits for.
       nodes: where ops are added that join others.
     """
     before = waits.of_op(op)

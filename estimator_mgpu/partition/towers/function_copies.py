@@ -39,10 +39,7 @@ def adapt_node(
     """Changes the copy of a node into that of a tower.
 
     Args:
-      shards: which examples each tower has.
       node: the copy, in the graph or in a function.
-      op_plan: of the op.
-      tower: whose copy it is.
       path: of a node in a function, as in `op_paths`.
     """
     if node.op in op_types.FORWARDS:
@@ -97,10 +94,8 @@ def _copy_function(
     """Adds a tower's copy of a function; returns its name.
 
     Args:
-      shards: which examples each tower has.
       name: of the function.
       op_plans: of the ops in it that are sharded, by name.
-      tower: whose copy it is.
       variable_dtypes: by position, the types of arguments that are the values of variables in the
         copy, and variables in the function.
       path_of: returns the path of an op's copy, by the op's name.

@@ -36,7 +36,6 @@ def worth_making(
     """The tensors whose full values are made.
 
     Args:
-      division: the graph, and its plan.
       origins: tells which full values are made from what towers have.
       result_ops: those that give what steps are run for.
     """

@@ -49,12 +49,8 @@ class Copies:
 
     Args:
       plan: which ops are sharded, and what their copies are given.
-      towers: those that have copies.
-      values: what the copies are given.
       sender: sends that to other devices.
-      waits: what the copies wait for.
       everywhere: what each device makes for itself of what the copies are given.
-      nodes: where nodes are added.
     """
 
     def __init__(

@@ -32,13 +32,8 @@ def bounds(
     """Where rows begin, and where the last one ends: row splits from 0 to the number of values.
 
     Args:
-      nodes: where nodes are added.
-      splits: the row splits.
-      dtype: their type.
       values: those of all rows.
-      value_dtype: their type.
       value_device: where they are.
-      device: where this is computed.
     """
     between = nodes.add('StridedSlice', [splits, [1], [-1], [1]], device, T=dtype, Index=tf.int32)
     between = nodes.cast(between, dtype, tf.int64, device)
@@ -88,11 +83,8 @@ def most_in_a_row(nodes: NodeBuilder, rows: str, dtype: tf.DType, count: str, de
     """How many values the longest row has: an int64 scalar.
 
     Args:
-      nodes: where nodes are added.
       rows: in which row each value is, a vector.
-      dtype: its type.
       count: how many rows there are, a scalar of the same type.
-      device: where this is computed.
     """
     none = nodes.const([], tf.int64, nodes.host)
     types = {'Tidx': dtype, 'T': tf.int64}

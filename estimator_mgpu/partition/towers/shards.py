@@ -51,8 +51,6 @@ class Shards:
 
     Args:
       rows: the row space, of the batch's examples or of others, such as those a mask leaves.
-      towers: those that have shards.
-      nodes: where nodes are added.
       symbol_value: symbol_value(symbol, tower or None, dtype) gives the value of a size's symbol.
     """
 
@@ -147,12 +145,8 @@ class Shards:
         """The same of a full value in blocks: the tower's rows of each block.
 
         Args:
-          full: the full value.
-          dtype: its type.
           axis: the dimension along which the blocks follow each other.
           dims: of the full value.
-          tower: whose shard it is.
-          device: where the shard is taken.
         """
         extent = self.extent(ONE, tower)
         blocks = self.reshape_blocks(full, dtype, axis, dims, self.total, device, apart=True)
@@ -172,12 +166,9 @@ class Shards:
         """Reshapes [blocks * rows] to [blocks, rows], or back.
 
         Args:
-          value: what is reshaped.
-          dtype: its type.
           axis: the dimension along which the blocks follow each other.
           dims: of the full value.
           row_count: how many rows each block has in what is reshaped: a tower's, or all.
-          device: where that is done.
           apart: whether blocks and rows become two dimensions, rather than one.
         """
         block_count = per_row(dims[axis], self.rows)
@@ -292,10 +283,7 @@ class EqualShards(Shards):
     over its turns in the same way: 9 rows, on 2 devices with 3 turns, as 2, 2, 1 and 2, 1, 1.
 
     Args:
-      rows: the row space.
       total: how many rows there are, an int32 scalar; None if `rows` knows.
-      towers: those that have shards.
-      nodes: where nodes are added.
       symbol_value: as in `Shards`.
     """
 

@@ -24,12 +24,8 @@ def positions(
     What is in no row, and lets ops fail, counts as of the first or the last row: they fail still.
 
     Args:
-      shards: which examples each tower has.
       indices: those of all entries, a matrix.
-      dtype: the indices' type.
       factor: how many rows an example has.
-      tower: the tower.
-      device: where this is computed.
     """
     nodes = shards.nodes
     start, size = shards.extent(factor, tower, dtype)
@@ -72,13 +68,9 @@ def count_from_first(
     """The indices of a tower's entries, with rows counted from the tower's first one.
 
     Args:
-      shards: which examples each tower has.
       indices: as in the full value.
-      dtype: their type.
       column_count: how many dimensions the sparse tensor has.
       factor: how many rows an example has.
-      tower: the tower.
-      device: where this is computed.
     """
     start, _ = shards.extent(factor, tower, dtype)
     if start == 0:

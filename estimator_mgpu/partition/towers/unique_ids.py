@@ -47,11 +47,9 @@ def merge(
     Args:
       shards: those of the examples that the ids are of.
       ids: for each tower, its different ids.
-      dtype: their type.
       is_sorted: whether they are in ascending order, rather than that in which they come first.
       firsts: for each tower, the number of the entry with which each of its ids comes first, int64;
         [] if ids of a tower come before those of the next one.
-      device: where they are merged.
     """
     nodes = shards.nodes
     joined = gather_selection(shards, ids, dtype, 0, device)

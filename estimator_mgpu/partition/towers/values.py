@@ -61,13 +61,9 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      division: the graph, and its plan.
-      origins: where full values come from.
       packs: by the names of tensors that share a message with others.
       packs_of_ops: by the names of small partial sums that are reduced with others of their op.
       slices: which sums are made in slices.
-      towers: those that have local values.
-      nodes: where nodes are added.
     """
 
     def __init__(
@@ -322,9 +318,6 @@ class Values:
         Args:
           tensor: the user's.
           indices: what the tower has of it, counted from the first row of all.
-          need: of the tower.
-          tower: the tower.
-          device: where this is computed.
         """
         shards = self.shards_of(need.rows)
         dims = self._plan.sizes.dims(tensor) or []
@@ -437,7 +430,6 @@ class Values:
 
         Args:
           tensor: the user's.
-          device: one.
           is_for_all: whether all devices reduce it, each for itself: then not in slices.
         """
         placement = self._plan.placements[tensor.name]

@@ -46,7 +46,6 @@ class Waits:
 
     Args:
       ops: the user's, each after those that it depends on.
-      plan: which ops are sharded.
       order: in which the graph touched state, before identities were bypassed.
       origins: which full values are made of what towers have.
     """
@@ -124,7 +123,6 @@ class Waits:
 
         Args:
           op: the call, branch or loop; of a loop of TensorFlow 1, the `Enter` of the variable.
-          tensor: the variable.
         """
         writes = self._order.writes_to(set(makers_of_state([tensor])))
         waits = self._order.ops_for(writes & self._order.must_come_before(op), op)
