@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.turns import static_extents
+from estimator_mgpu.partition.tower import static_extents
 
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
 

@@ -113,11 +113,11 @@ def count(model_fn, machines):
         spec, _ = build(model_fn, machines)
         sessions.place_on_chief(graph)
         sent, received = collections.Counter(), collections.Counter()
-        for *ends, size in traffic.messages([spec.train_op, spec.loss.op], CHIEF):
-            source, target = map(machine_of, ends)
+        for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF):
+            source, target = machine_of(message.source), machine_of(message.target)
             if source != target:
-                sent[source] += size
-                received[target] += size
+                sent[source] += message.size
+                received[target] += message.size
         return sent, received, sum(map(bytes_of, tf.trainable_variables()))
 
 
@@ -160,15 +160,15 @@ def count_clicks(model, target, devices):
         initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
         sessions.place_on_chief(graph)
         crossing = [
-            (machine_of(source), machine_of(to), tensor)
-            for source, to, tensor in traffic.tensors_sent([spec.train_op, spec.loss.op], CHIEF)
-            if machine_of(source) != machine_of(to)
+            (machine_of(message.source), machine_of(message.target), message.name)
+            for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF)
+            if ':' in message.name and machine_of(message.source) != machine_of(message.target)
         ]
         config = tf.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         with tf.Session(target, config=config) as session:
             session.run(initializers)
-            fetches = [tensor for *_, tensor in crossing], words, spec.train_op
+            fetches = [name for *_, name in crossing], words, spec.train_op
             values, words, _ = session.run(fetches)
 
     sent, received = collections.Counter(), collections.Counter()
@@ -277,7 +277,7 @@ def count_on_devices(name, count, machines=1):
     sent, received = collections.Counter(), collections.Counter()
     of_machines = collections.Counter()
     messages = 0
-    for source, target, size in traffic.messages(results, HOST):
+    for source, target, size, _ in traffic.messages(results, HOST):
         if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
             sent[source] += size
             received[target] += size

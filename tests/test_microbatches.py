@@ -190,11 +190,11 @@ def test_one_sum_of_a_device_is_sent():
             moved = traffic.messages([spec.train_op, spec.loss.op], '/device:CPU:0')
             # What a device is given of the batch comes in parts, but is as much.
             own = [
-                size
-                for *ends, size in moved
-                if size and tuple(ends) == ('/device:CPU:1', '/device:CPU:0')
+                message.size
+                for message in moved
+                if message.size and message[:2] == ('/device:CPU:1', '/device:CPU:0')
             ]
-            sent.append((sorted(own), sum(size for *_, size in moved)))
+            sent.append((sorted(own), sum(message.size for message in moved)))
     assert sent[0] == sent[1]
 
 

@@ -147,7 +147,7 @@ def test_constants_are_made_where_they_are_used():
     host, gpu = '/device:CPU:0', '/device:GPU:0'
     places = {(tf.int32, host): gpu, (tf.int64, host): gpu, (tf.float32, gpu): gpu}
     with tf.Graph().as_default() as graph:
-        nodes = NodeBuilder(graph, 'replicate', host)
+        nodes = NodeBuilder(graph, 'replicate', host, None)
         used = [
             nodes.add('Neg', [nodes.const(1, dtype, device)], gpu, T=dtype)
             for dtype, device in places

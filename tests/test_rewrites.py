@@ -631,7 +631,7 @@ def test_a_step_that_loses_a_wait_is_found(behavior, monkeypatch):
             return spec_of(mode, loss, sgd(loss), count.assign_add(one))
 
     def lose_waits(division):
-        for op in division.model_ops():
+        for op in division.graph.get_operations():
             if op.type.startswith('Assign'):
                 private.remove_control_inputs(op)
 

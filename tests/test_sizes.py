@@ -5,7 +5,6 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import check_rule, replicate, steps
-from estimator_mgpu.partition.micro_batches.turns import towers_of
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import LocalShape, local_shape_of
 from estimator_mgpu.partition.size_inference import Sizes
@@ -18,8 +17,9 @@ from estimator_mgpu.partition.sizes import (
     Splits,
     UnknownSize,
 )
+from estimator_mgpu.partition.tower import towers_of
 from estimator_mgpu.partition.towers.reduce_and_gather import gather
-from estimator_mgpu.partition.towers.shards import Shards, index_type
+from estimator_mgpu.partition.towers.shards import EqualShards, index_type
 from models import batches, floats, of_all_modes, spec_of, weights
 from towers import compare
 
@@ -316,7 +316,7 @@ def test_entries_of_large_tensors():
     """Those of each of 2 towers, of 1,500,000,001 rows; no tensor of them is made."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes = NodeBuilder(graph, 'replicate', '/device:CPU:0')
+        nodes = NodeBuilder(graph, 'replicate', '/device:CPU:0', None)
         given, each = tf.constant(1_500_000_001), tf.constant(3_000_000_000, tf.int64).name
 
         def symbol(of, tower, dtype):
@@ -324,7 +324,7 @@ def test_entries_of_large_tensors():
             return shards.total_as(dtype) if of is rows else each
 
         towers = towers_of(['/device:CPU:0'] * 2)
-        shards = Shards(rows, given, towers, nodes, symbol)
+        shards = EqualShards(rows, given, towers, nodes, symbol)
         entry = Size(2, (Entry(each, 0),))
         extents = [shards.extent(size, towers[1], tf.int64) for size in (Size(7), entry)]
         total = shards.size_value(Size(7, (rows,)), None, tf.int64)
@@ -343,9 +343,9 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
     """A number of rows is int32, and cheap; of entries there may be more."""
     rows = RowSpace('batch', None)
     with tf.Graph().as_default() as graph, tf.Session() as session:
-        nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0'), tf.constant(5)
+        nodes, total = NodeBuilder(graph, 'replicate', '/device:CPU:0', None), tf.constant(5)
         towers = towers_of(['/device:CPU:0'] * 2)
-        shards = Shards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
+        shards = EqualShards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
         parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), t, '') for t in towers]
         joined = gather(shards, parts, tf.int32, 0, [Size(entries, (rows,))], '')

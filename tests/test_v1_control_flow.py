@@ -575,7 +575,7 @@ def test_a_branch_that_is_not_taken_draws_no_numbers():
 
 
 def loops_of(graph):
-    return find_loops(graph, unused=(), liveness=Liveness(graph.get_operations()))
+    return find_loops(unused=(), liveness=Liveness(graph.get_operations()))
 
 
 def test_what_a_loop_writes_comes_after_what_the_loop_waits_for():
@@ -619,7 +619,7 @@ def test_the_parts_of_a_loop():
     assert [tensor.op.type for tensor in found.body.outputs] == ['AddV2', 'Mul', 'Enter']
     assert found.body.unchanged == {2}
     assert {'Add', 'AddV2', 'Mul', 'Less', 'Switch'} >= {
-        unit.type for unit in found.body.units if unit.type not in ('Const', 'Identity')
+        op.type for op in found.body.ops if op.type not in ('Const', 'Identity')
     }
 
 

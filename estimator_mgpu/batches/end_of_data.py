@@ -24,8 +24,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import HOST
 from estimator_mgpu.partition.once_devices import device_of
+from estimator_mgpu.partition.order.accesses import writes_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
-from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
+from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
@@ -130,7 +131,7 @@ def _writes_to_hold(
         is_for_step = not step.isdisjoint(graphs.descendants([op], until=step))
         if is_for_step:
             # In the place of an op in a loop, the ops wait by which the loop begins.
-            held.update(dict.fromkeys(liveness.entries(op) or [op]))
+            held.update(dict.fromkeys(liveness.enters(op) or [op]))
     return [op for op in held if op not in before_batch and op not in waiting_already]
 
 

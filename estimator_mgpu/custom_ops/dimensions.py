@@ -94,7 +94,6 @@ def dimensions_of(call: Call, towers: int) -> Iterator[Dimension]:
     what it says may depend on where they are.
 
     Args:
-      call: the op.
       towers: how many shards there are to be.
 
     Raises:
@@ -131,7 +130,6 @@ def _signatures(call: Call, place: _Place, hides_ones: bool, towers: int) -> lis
     """What the op's rule says if the examples are along a place; [] if it isn't sharded then.
 
     Args:
-      call: the op.
       place: if it is an entry of a shape, there are as many examples.
       hides_ones: sizes of 1 are given as unknown, so that the rule keeps the label of what the op
         would broadcast.

@@ -75,7 +75,6 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
     """The ways to shard an op along a dimension that it takes.
 
     Args:
-      dimension: the dimension.
       on_one_device: does what the op does with whatever is fed.
     """
     trials: list[Trial] = []
@@ -115,7 +114,6 @@ class Trial:
       sources: by the inputs that are sharded, placeholders with the examples along dimension 0.
 
     Args:
-      dimension: the dimension.
       on_one_device: does what the op does with whatever is fed.
       is_static: whether the graph knows how many examples there are.
       unsharded: an input that has the dimension, and isn't sharded along it; None if all are. How
@@ -345,7 +343,6 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     Args:
       trials: those with the copies.
       static: how many examples there are, if the graph knows; otherwise the number may be fed.
-      towers: how many towers there are.
     """
     graph = tf.get_default_graph()
     sources = []

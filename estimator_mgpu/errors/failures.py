@@ -26,10 +26,10 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import steps
 from estimator_mgpu.errors import user_lines
 from estimator_mgpu.memory import memory_advice
-from estimator_mgpu.partition.micro_batches.turns import static_extents
 from estimator_mgpu.partition.nodes.names import CopyName
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.sizes import RowSpace
+from estimator_mgpu.partition.tower import static_extents
 from estimator_mgpu.tf_internals import (
     error_messages,
     function_calls,

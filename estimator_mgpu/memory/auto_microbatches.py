@@ -74,7 +74,6 @@ class AutoMicrobatches:
         After an error it's too late to ask for it.
 
         Args:
-          mode: the mode of the graph.
           examples: of the global batch, an int32 scalar.
         """
         if self.count(mode) == 1:
@@ -92,7 +91,6 @@ class AutoMicrobatches:
         """The most micro-batches that a device can have; None if it isn't known.
 
         Args:
-          mode: that of a graph.
           step: what is known of the graph's steps.
           examples: of the batch whose step has failed; None if the caller doesn't know.
         """
@@ -109,7 +107,6 @@ class Call:
     Args:
       auto: knows how many micro-batches a graph gets; None if the user has said it. Then there is
         one attempt.
-      mode: that of the graph.
       model_dir: where steps may write.
     """
 

@@ -19,7 +19,7 @@ from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.errors import failures
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
-from estimator_mgpu.model_fns import later_gradients
+from estimator_mgpu.model_fns import refused_gradients
 from estimator_mgpu.model_fns.spec_results import (
     decide_order,
     result_ops,
@@ -90,7 +90,7 @@ def build(
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     spec = failures.explain_errors(spec)
     if step.plan is not None or step.recomputation is not None:
-        later_gradients.refuse(tf.get_default_graph(), ops_before)
+        refused_gradients.refuse(tf.get_default_graph(), ops_before)
     steps.record(step)
     graph_defs.serialize_once(tf.get_default_graph())
     graph_defs.write_text_by_c()

@@ -28,7 +28,7 @@ from estimator_mgpu.partition.rules import HEAVY, OF_DEVICE, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
 from estimator_mgpu.tf_internals.graphs import dependents
-from estimator_mgpu.tf_internals.v1_loops import find_loops, order_units
+from estimator_mgpu.tf_internals.v1_loops import find_loops, with_loops
 
 
 def divide(division: Division) -> Towers | None:
@@ -87,12 +87,12 @@ def _find_order(division: Division) -> None:
 
 def _plan(division: Division) -> None:
     """Decides which ops are sharded, and how."""
-    division.loops = find_loops(division.graph, division.unused, division.order.liveness)
+    division.loops = find_loops(division.unused, division.order.liveness)
     batch = division.batch
     division.plan = propagate(
         batch.sources,
         batch.unsharded,
-        order_units(dependents(division.inputs, division.existing_ops), division.loops),
+        with_loops(dependents(division.inputs, division.existing_ops), division.loops),
         RowSpace('batch', batch.static),
         RULES | OF_DEVICE if division.batch_norm == 'device' else RULES,
         HEAVY,

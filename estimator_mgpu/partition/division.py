@@ -92,16 +92,9 @@ class Division:
         leaves = [self.batch.sources, self.batch.unsharded]
         return tf.nest.flatten(leaves, expand_composites=True)
 
-    def model_ops(self, types: Iterable[str] | None = None) -> list[tf.Operation]:
-        """The ops that may be changed: all but those that were there before the model_fn.
-
-        Args:
-          types: those of the ops that are looked for; None for all.
-        """
-        if types is None:
-            ops = self.graph.get_operations()
-        else:
-            ops = graphs.ops_of_types(self.graph, types)
+    def model_ops(self, types: Iterable[str]) -> list[tf.Operation]:
+        """The ops of these types that may be changed: not those from before the model_fn."""
+        ops = graphs.ops_of_types(self.graph, types)
         return [op for op in ops if op.name not in self.existing_ops]
 
     def replacements(self, tensor: tf.Tensor) -> list[tf.Tensor]:

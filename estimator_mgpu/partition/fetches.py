@@ -45,7 +45,6 @@ class _FetchedTensors:
     """A graph's `as_graph_element`, which has other tensors for sessions that fetch.
 
     Args:
-      graph: the graph.
       as_graph_element: what the graph had in this one's place.
     """
 

@@ -116,7 +116,6 @@ def _place_full_values(
     Args:
       tensors: those that towers make, by name.
       full_value_devices: by name, the devices that were found, to which others are added.
-      devices: of ops.
     """
     for name, tensor in tensors.items():
         device = None if name in full_value_devices else _device_of_consumers(tensor, devices)
@@ -169,7 +168,6 @@ def _spread_draws(
 
     Args:
       ops: those that may be anywhere.
-      tower_devices: those of towers.
       devices: of ops, to which those of draws are added.
     """
     bytes_on = {device: 0 for device in tower_devices if _is_like(device, tower_devices[0])}
@@ -215,7 +213,6 @@ def runs_at_its_table(
     """Whether the copies of a sharded op run where its table is: then rows are sent, no table.
 
     Args:
-      op: the op.
       op_plan: what its copies are given.
       device_of_full: gives the device of a tensor's full value.
     """
@@ -229,9 +226,7 @@ def _fixed_device(op: tf.Operation, node: Any, plan: Plan) -> str | None:
     """The device of an op that can't be moved, '' if it isn't known; None if it can be moved.
 
     Args:
-      op: the op.
-      node: its NodeDef.
-      plan: which ops are sharded.
+      node: the op's NodeDef.
     """
     device = node.device or _device_of_handle(op)
     if device is not None:

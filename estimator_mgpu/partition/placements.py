@@ -227,7 +227,7 @@ Placement = Union[
 ]
 
 
-def joined(placements: Sequence[Placement]) -> Placement:
+def common_placement(placements: Sequence[Placement]) -> Placement:
     """The placement of a value of which branches give one each: the first that isn't replicated.
 
     Other branches have to give it in the same placement, or in full.

@@ -54,7 +54,6 @@ def local_shape_of(
     Args:
       entries: of the full shape, such as [batch, 5]; None if they are unknown.
       position: of the entry that towers replace. It has to be a multiple of the number of rows.
-      rows: which rows are sharded.
     """
     if entries is None or position >= len(entries):
         return None
@@ -149,6 +148,10 @@ Need = Union[
 ]
 
 
+OF_SIZES = (LocalShape, Constant, FullSizes)
+"""The forms of sizes and other known integers, which copies have without the input."""
+
+
 # What a rule says of an operand's dimensions.
 
 # Dimensions with the same label have the same size, or size 1 and are broadcast. None is the label
@@ -241,6 +244,6 @@ class Plan(NamedTuple):
     # its ragged ones, by name.
     entries: Mapping[str, SparseRows | RaggedRows] = {}
     # The names of those values that towers have where the entries of another sparse tensor are.
-    joined: Set[str] = frozenset()
+    at_others_entries: Set[str] = frozenset()
     # Of the tensors that towers make in v1 loops, by name. None of them is gathered.
     in_loops: Mapping[str, Placement] = {}

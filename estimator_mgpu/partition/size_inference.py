@@ -98,7 +98,6 @@ class Sizes:
         """The dimensions as TensorFlow knows them, and a symbol for each that it doesn't know.
 
         Args:
-          tensor: the tensor.
           rank: the number of dimensions, if TensorFlow doesn't know it either.
         """
         if tensor.shape.rank is None:
@@ -112,8 +111,7 @@ class Sizes:
         """The dimensions of the full value of a sharded tensor.
 
         Args:
-          tensor: the tensor.
-          shard: its placement.
+          shard: the tensor's placement.
           factor: how many entries each row has along the axis of the shard.
           rank: the number of dimensions, if TensorFlow doesn't know it.
         """

@@ -107,6 +107,11 @@ class UniqueRows(SelectedRows):
 
     is_sorted: bool = False  # whether they are in ascending order instead
 
+    @property
+    def is_ordered(self) -> bool:
+        """Ids are put in order as they are merged: a row needs no place in the batch for that."""
+        return True
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PickedIds(UniqueRows):

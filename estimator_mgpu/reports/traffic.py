@@ -6,7 +6,7 @@ In: the ops of a finished graph, on their devices. Out: messages: from where, to
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -25,39 +25,38 @@ class Traffic(NamedTuple):
     messages: int  # that it sends: a tensor is one message for each device that needs it
 
 
-def messages(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, int]]:
-    """What devices send each other when ops run: from, to and bytes of each message.
+class Message(NamedTuple):
+    """A tensor that a device sends to another one, or the end of an op for which the other waits.
+
+    Attributes:
+      source: the device that sends it.
+      target: the other one.
+      size: how many bytes; 0 of the end of an op.
+      name: of the tensor, or of the op.
+    """
+
+    source: str
+    target: str
+    size: int
+    name: str
+
+
+def messages(ops: Sequence[tf.Operation], first: str) -> list[Message]:
+    """What devices send each other when ops run.
 
     TensorFlow sends a tensor once to each device. An op without a device counts as on the first.
     """
     devices = {op: device_of_op(op, first) for op in graphs.ancestors(ops)}
-    sent = {
-        (source, target, tensor.name): bytes_of(tensor)
-        for source, target, tensor in _crossing(devices)
-    }
+    sent: dict[tuple[str, str], Message] = {}
     for op, device in devices.items():
+        for tensor in op.inputs:
+            source = devices[tensor.op]
+            if source != device:
+                sent[tensor.name, device] = Message(source, device, bytes_of(tensor), tensor.name)
         for before in op.control_inputs:
             if devices[before] != device:
-                sent.setdefault((devices[before], device, before.name), 0)
-    return [(source, target, size) for (source, target, _), size in sent.items()]
-
-
-def tensors_sent(ops: Sequence[tf.Operation], first: str) -> list[tuple[str, str, tf.Tensor]]:
-    """The tensors that devices send each other when ops run, each with from and to.
-
-    Control edges aren't among them.
-    """
-    return _crossing({op: device_of_op(op, first) for op in graphs.ancestors(ops)})
-
-
-def _crossing(devices: Mapping[tf.Operation, str]) -> list[tuple[str, str, tf.Tensor]]:
-    """As `tensors_sent`, by the devices of all ops that run."""
-    needed = {(t.name, device): t for op, device in devices.items() for t in op.inputs}
-    return [
-        (devices[tensor.op], device, tensor)
-        for (_, device), tensor in needed.items()
-        if devices[tensor.op] != device
-    ]
+                sent[before.name, device] = Message(devices[before], device, 0, before.name)
+    return list(sent.values())
 
 
 def device_of_op(op: tf.Operation, first: str) -> str:
@@ -71,19 +70,19 @@ def device_of_op(op: tf.Operation, first: str) -> str:
     return device_spec(device or first).to_string()
 
 
-def by_device(moved: Sequence[tuple[str, str, int]]) -> dict[str, Traffic]:
+def by_device(moved: Sequence[Message]) -> dict[str, Traffic]:
     """What each device sends and receives, of the messages between all of them."""
     sent, received, count = Counter[str](), Counter[str](), Counter[str]()
-    for source, target, size in moved:
-        sent[source] += size
-        received[target] += size
-        count[source] += 1
+    for message in moved:
+        sent[message.source] += message.size
+        received[message.target] += message.size
+        count[message.source] += 1
     return {to: Traffic(sent[to], received[to], count[to]) for to in sorted({*count, *received})}
 
 
-def bytes_between(moved: Sequence[tuple[str, str, int]]) -> dict[str, dict[str, int]]:
+def bytes_between(moved: Sequence[Message]) -> dict[str, dict[str, int]]:
     """How many bytes go from one device to another, of the messages between all of them."""
     sent: dict[str, Counter[str]] = {}
-    for source, target, size in moved:
-        sent.setdefault(source, Counter())[target] += size
+    for message in moved:
+        sent.setdefault(message.source, Counter())[message.target] += message.size
     return {source: dict(sizes) for source, sizes in sorted(sent.items())}

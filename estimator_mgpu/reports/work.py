@@ -89,7 +89,6 @@ def ops_run_once(
     """The ops that run once, the costliest first.
 
     Args:
-      plan: the graph's.
       works: the work of its ops.
       line: tells the line of the program that made an op.
     """

@@ -38,7 +38,6 @@ class _Serializer:
     before doesn't have it.
 
     Args:
-      graph: the graph.
       serialize: what the graph had in this one's place.
     """
 

@@ -250,7 +250,6 @@ def dependents(sources: Sequence[tf.Tensor], excluded: Set[str]) -> list[tf.Oper
     """The ops that depend on tensors, in the order in which they were made.
 
     Args:
-      sources: the tensors.
       excluded: names of ops that are left out, with what depends on the tensors by these only.
     """
     reached: set[tf.Operation] = set()

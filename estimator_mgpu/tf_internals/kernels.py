@@ -41,7 +41,7 @@ def has_gpu_kernel(node: Any, graph: tf.Graph | None = None) -> bool:
     """
     if not _knows_gpus() or not private.registered_kernels(node.op).kernel:
         return True
-    if _kernel(node, 'GPU') is None:
+    if _kernel(node) is None:
         return False
     if graph is None:
         return True
@@ -87,7 +87,7 @@ def outputs_on_host(node: Any) -> list[bool]:
 def _on_host(node: Any, arguments: Iterable[Any]) -> list[bool]:
     """For each tensor of arguments of a NodeDef's op, whether it's in the memory of the host."""
     is_gpus = is_gpu(node.device)
-    kernel = _kernel(node, 'GPU') if is_gpus else None
+    kernel = _kernel(node) if is_gpus else None
     # Calls of functions keep int32 there, as most ops do of which the functions consist.
     always = (*_ALWAYS_ON_HOST, tf.int32) if _calls_functions(node) else _ALWAYS_ON_HOST
     is_on_host: list[bool] = []
@@ -158,10 +158,10 @@ class Kernel(NamedTuple):
     on_host: frozenset[str]
 
 
-def _kernel(node: Any, kind: str) -> Kernel | None:
-    """The kernel by which a NodeDef runs on a kind of device; None if there is none."""
+def _kernel(node: Any) -> Kernel | None:
+    """The kernel by which a NodeDef runs on a GPU; None if there is none."""
     # TensorFlow takes a default kernel if a device has none of its own.
-    for one in [*_kernels(node.op, kind), *_kernels(node.op, 'DEFAULT')]:
+    for one in [*_kernels(node.op, 'GPU'), *_kernels(node.op, 'DEFAULT')]:
         if _takes(one.constraints, node):
             return one
     return None

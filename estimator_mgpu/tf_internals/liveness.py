@@ -69,23 +69,26 @@ class Liveness:
 
     Attributes:
       after_control_flow: the only ops that may be in a loop, or dead.
+      in_loops: the ops that run in loops, or whose outputs are in one, in the order of `ops`.
     """
 
     def __init__(self, ops: Sequence[tf.Operation]):
         self._input_frames: dict[tf.Operation, Frame] = {}
         self._output_frames: dict[tf.Operation, Frame] = {}
         self._conditions: dict[tf.Operation, Condition] = {}
-        self._entries: dict[Frame, list[tf.Operation]] = defaultdict(list)
+        self._enters: dict[Frame, list[tf.Operation]] = defaultdict(list)
         control_flow = graphs.ops_of_types(ops[0].graph, _CONTROL_FLOW) if ops else []
         begins = set(control_flow).intersection(ops)
         self.after_control_flow = graphs.descendants(list(begins)).intersection(ops)
-        order = topological_order([op for op in ops if op in self.after_control_flow])
+        candidates = [op for op in ops if op in self.after_control_flow]
+        order = topological_order(candidates)
         for op in order:
             self._add(op)
         # In that order, a `NextIteration` comes before what it depends on: so it's added again.
         for op in order:
             if op.type in op_types.NEXT_ITERATION:
                 self._add(op)
+        self.in_loops = [op for op in candidates if self.is_in_loop(op)]
 
     def frame(self, op: tf.Operation) -> Frame:
         """The loops in which an op runs."""
@@ -103,12 +106,12 @@ class Liveness:
         """The outermost loop that an op, or its outputs, are in; () if there is none."""
         return (self.frame(op) or self.output_frame(op))[:1]
 
-    def entries(self, op: tf.Operation) -> Sequence[tf.Operation]:
+    def enters(self, op: tf.Operation) -> Sequence[tf.Operation]:
         """The `Enter` ops by which the outermost loop around an op begins; none outside of loops.
 
         Nothing in a loop can wait for an op outside of it: so these have to.
         """
-        return self._entries.get(self.outermost_loop(op), ())
+        return self._enters.get(self.outermost_loop(op), ())
 
     def may_be_dead(self, op: tf.Operation) -> bool:
         """Whether an op may be dead. An op in a loop may be, as the last iteration ends early."""
@@ -157,7 +160,7 @@ class Liveness:
         if op.type in op_types.ENTER:
             self._output_frames[op] = (*frame, op.get_attr('frame_name'))
             if not frame:
-                self._entries[self._output_frames[op]].append(op)
+                self._enters[self._output_frames[op]].append(op)
         elif op.type in op_types.EXIT:
             self._output_frames[op] = frame[:-1]
         self._conditions[op] = self._condition_of(op)
@@ -195,11 +198,6 @@ def _condition_of_merge(
     """The condition of a `Merge`: that one of the conditions of its inputs holds.
 
     Of {p is true, q is true} and {p is true, q is false}, that's {p is true}.
-
-    Args:
-      merge: the op.
-      conditions: of its inputs.
-      frame: in which it runs.
     """
     remaining = set(conditions)
     pair = _complementary_pair(remaining)

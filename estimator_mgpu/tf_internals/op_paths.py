@@ -97,8 +97,6 @@ def _note_calls(caller: tf.Operation, path: str, calls: dict[str, list[_Call]]) 
     """Notes which functions an op calls, and which of them call others, in turn.
 
     Args:
-      caller: the op.
-      path: its path.
       calls: by the names of functions, where they are called.
     """
     if caller.type not in op_types.FUNCTION_CALLERS:

@@ -128,7 +128,6 @@ def import_nodes(
     another scope that changes ops doesn't count.
 
     Args:
-      graph: the graph.
       nodes: new nodes. No op of the graph may have the name of one.
       inputs: tensors of the graph, by the names under which the nodes refer to them.
 

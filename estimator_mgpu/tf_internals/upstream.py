@@ -69,7 +69,6 @@ class CertainWaits:
     always ran. What is fed waits for nothing.
 
     Args:
-      liveness: of a graph.
       bits: of the ops that are looked for.
     """
 
@@ -86,7 +85,6 @@ class CertainWaits:
         """The bits of what has run whenever an op has, if it runs at all.
 
         Args:
-          op: any op.
           of_inputs: the bits of what each of its operands waits for.
           of_controls: the same of its control inputs.
         """

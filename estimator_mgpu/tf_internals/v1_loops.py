@@ -76,7 +76,7 @@ class LoopBody:
       results: what the loop gives when it ends, in the order of its `exits`.
       condition: whether the loop goes on, a bool scalar.
       unchanged: indices of the inputs that are the same in each step.
-      units: its ops and inner loops, each after those that it depends on.
+      ops: its ops and inner loops, each after those that it depends on.
     """
 
     name: str
@@ -85,23 +85,22 @@ class LoopBody:
     results: Sequence[tf.Tensor]
     condition: tf.Tensor
     unchanged: Container[int]
-    units: Sequence[OpOrLoop]
+    ops: Sequence[OpOrLoop]
 
     def get_operations(self) -> Sequence[OpOrLoop]:
         """As of a `tf.Graph`."""
-        return self.units
+        return self.ops
 
 
-def find_loops(graph: tf.Graph, unused: Container[str], liveness: Liveness) -> list[V1Loop]:
+def find_loops(unused: Container[str], liveness: Liveness) -> list[V1Loop]:
     """The outermost loops of a graph.
 
     Args:
-      graph: the graph.
       unused: names of ops that are left out.
-      liveness: tells in which frame an op is.
+      liveness: of all ops of the graph.
     """
     members = defaultdict[Frame, list[tf.Operation]](list)
-    for op in filter(liveness.is_in_loop, graph.get_operations()):
+    for op in liveness.in_loops:
         begins = op.type in op_types.ENTER
         frame = liveness.output_frame(op) if begins else liveness.frame(op)
         if frame and op.name not in unused:
@@ -147,10 +146,8 @@ def _body(
     """A loop's condition and body.
 
     Args:
-      name: the loop's.
       variables: at least one.
       constants: the `Enter` ops of constants.
-      exits: the `Exit` ops.
       all_ops: all ops of the loop.
       inner: the loops in it.
     """
@@ -158,7 +155,7 @@ def _body(
     around = {condition, *constants, *exits}
     for variable in variables:
         around |= {variable.enter, variable.merge, variable.next_iteration}
-    units = order_units([op for op in all_ops if op not in around], inner)
+    ops = with_loops([op for op in all_ops if op not in around], inner)
 
     # A constant is the same at the begin and at the end of a step.
     constant_values = [enter.outputs[0] for enter in constants]
@@ -174,18 +171,16 @@ def _body(
         results=[exit.inputs[0] for exit in exits],
         condition=condition.inputs[0],
         unchanged=unchanged,
-        units=_handles_kept_last(units),
+        ops=_handles_kept_last(ops),
     )
 
 
-def _handles_kept_last(units: Sequence[OpOrLoop]) -> list[OpOrLoop]:
+def _handles_kept_last(ops: Sequence[OpOrLoop]) -> list[OpOrLoop]:
     """Lets ops that keep a handle in a stack come after those that say what is in its list."""
     keep_handles = [
-        unit
-        for unit in units
-        if unit.type == op_types.STACK_PUSH and unit.inputs[1].dtype == tf.resource
+        op for op in ops if op.type == op_types.STACK_PUSH and op.inputs[1].dtype == tf.resource
     ]
-    return [unit for unit in units if unit not in keep_handles] + keep_handles
+    return [op for op in ops if op not in keep_handles] + keep_handles
 
 
 class _Variable(NamedTuple):
@@ -249,14 +244,14 @@ def entered(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def order_units(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[OpOrLoop]:
+def with_loops(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[OpOrLoop]:
     """The ops, each after those that it depends on, with loops in the place of their ops."""
     loop_of = {op: loop for loop in loops for op in loop.all_ops}
     inputs: dict[OpOrLoop, list[OpOrLoop]] = {}
     for op in ops:
-        unit = loop_of.get(op, op)
-        if unit not in inputs:
-            begins = unit.enters if isinstance(unit, V1Loop) else [op]
+        op_or_loop = loop_of.get(op, op)
+        if op_or_loop not in inputs:
+            begins = op_or_loop.enters if isinstance(op_or_loop, V1Loop) else [op]
             sources = [source for begin in begins for source in direct_inputs(begin)]
-            inputs[unit] = [loop_of.get(source, source) for source in sources]
-    return [unit for unit in TopologicalSorter(inputs).static_order() if unit in inputs]
+            inputs[op_or_loop] = [loop_of.get(source, source) for source in sources]
+    return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]

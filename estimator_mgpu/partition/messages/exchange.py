@@ -38,11 +38,9 @@ def add_up(
     """Adds up vectors, each slice on its device; returns the names of the sums.
 
     Args:
-      nodes: where nodes are added.
       slices: has the grid.
       parts: the slices. The first `level` coordinates of their positions are the same.
       vectors: what is added up, with positions that have these coordinates, too.
-      dtype: its type.
       level: how many coordinates.
     """
     if level == len(parts[0].position):
@@ -70,11 +68,8 @@ class Handed:
     """A value that its owner sends in slices, which devices hand on.
 
     Args:
-      nodes: where nodes are added.
       slices: has the grid.
-      parts: the slices.
       value: what the owner has.
-      dtype: its type.
     """
 
     def __init__(

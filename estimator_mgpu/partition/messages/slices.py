@@ -65,7 +65,6 @@ def find_sent(
     """Finds what is sent to all devices: what towers need in full, and no tower makes.
 
     Args:
-      plan: which ops are sharded.
       packs: those of tensors that share a message with others, by name.
       device_of_full: gives the device of a tensor's full value.
 
@@ -106,7 +105,6 @@ class Slices:
 
     Args:
       sent: the values that are sent to all devices, by the names of their tensors.
-      devices: those of towers.
     """
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):

@@ -77,7 +77,6 @@ class Activations:
 
     Args:
       graph: the user's, before towers are added.
-      plan: which tensors are sharded.
       step: the units that a step runs.
       names: those of the sharded ops and v1 loops that it runs, as in `Unit`.
 

@@ -59,13 +59,9 @@ class Edges:
     """The edges between units.
 
     Args:
-      graph: the user's.
-      plan: which ops are sharded.
       nodes: those that will be added.
       full_values: what the user's ops will be given, by the names of tensors.
       control_inputs: the names of the ops that the user's ops will wait for.
-      loops: the v1 loops of the user's graph.
-      tower_count: how many towers there are.
 
     Attributes:
       nodes: the added ones, by name.
@@ -150,7 +146,7 @@ class Edges:
                 names.append(self._node_name(op.name, tower))
         return names + self._added_to_loops[unit]
 
-    def entries(self, unit: Unit) -> list[str]:
+    def enters(self, unit: Unit) -> list[str]:
         """The names of the nodes of a copy that can wait for others: of a loop, its `Enter` ops."""
         if unit.name not in self.loops:
             return self.members(unit)
@@ -205,7 +201,6 @@ class StepUnits:
     """The units that a step runs. What a unit that can't depend on a tower waits for is left out.
 
     Args:
-      edges: those of the graph.
       results: what a step is run for.
 
     Attributes:

@@ -38,8 +38,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.division import Result
 from estimator_mgpu.partition.micro_batches.activation_bytes import Activations, Stage
 from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
@@ -99,7 +99,6 @@ def find_schedule(
 
     Args:
       graph: the user's, before towers are added.
-      plan: which ops are sharded.
       step: the units that a step runs.
       towers: some of which share a device.
       results: what steps of any mode are run for, before towers are added.

@@ -27,8 +27,8 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits, Unit, op_name
 from estimator_mgpu.partition.micro_batches.schedule import Schedule
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.liveness import Liveness
 
@@ -45,9 +45,7 @@ def add_gates(
     Args:
       nodes: where the gates are added.
       step: the units that a step runs.
-      schedule: which of them run one turn after another.
       towers: a device and a turn each.
-      liveness: of the user's ops.
     """
     gates = _gates_of_turns(nodes, step, schedule, towers, liveness)
     slices = _slices_of_turns(step, schedule)
@@ -58,7 +56,7 @@ def add_gates(
         # without any waits itself, unless it uses what another copy of its turn gives.
         waiting = slices.get(unit, [])
         if not waiting and not _follows_in_turn(unit, step, schedule):
-            waiting = step.edges.entries(unit)
+            waiting = step.edges.enters(unit)
         for name in waiting:
             _let_wait(step.edges.nodes[name], gates[unit.tower])
 
@@ -92,7 +90,6 @@ class _Deadness:
 
     Args:
       nodes: those that are added.
-      liveness: of the user's ops.
     """
 
     def __init__(self, nodes: NodeBuilder, liveness: Liveness):

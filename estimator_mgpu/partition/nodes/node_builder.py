@@ -39,7 +39,7 @@ class NodeBuilder:
       served: the user's op for which nodes are added, if not within `serving()`.
     """
 
-    def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None = None):
+    def __init__(self, graph: tf.Graph, scope: str, host: str, served: tf.Operation | None):
         self.graph = graph
         self.scope = scope
         self.names = Names(scope)
@@ -168,6 +168,25 @@ class NodeBuilder:
         first = self.add('SplitV', [value, sizes, 0], device, **attrs)
         return [f'{first[:-1]}{i}' for i in range(len(sizes))]
 
+    def take(
+        self,
+        value: str,
+        dtype: tf.DType,
+        positions: str,
+        device: str,
+        position_dtype: tf.DType = tf.int64,
+        axis: int = 0,
+    ) -> str:
+        """Adds a gather of what is at some positions along an axis."""
+        types = {'Tparams': dtype, 'Tindices': position_dtype, 'Taxis': tf.int32}
+        return self.add('GatherV2', [value, positions, axis], device, **types)
+
+    def argsort(self, numbers: str, dtype: tf.DType, device: str) -> str:
+        """Adds the positions of different numbers, that of the smallest one first: int32."""
+        negative = self.add('Neg', [numbers], device, T=dtype)
+        count = self.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
+        return second_output(self.add('TopKV2', [negative, count], device, T=dtype))
+
     def scalar(self, value: Number, dtype: tf.DType) -> str:
         """Adds an integer as a scalar of its type, unless it is one."""
         return value if isinstance(value, str) else self.const(value, dtype, self.host)
@@ -292,6 +311,6 @@ class NodeBuilder:
         }
 
 
-def other_output(first: str, index: int) -> str:
-    """The name of another output of a node, of which `NodeBuilder.add` has returned the first."""
-    return f'{first.removesuffix(":0")}:{index}'
+def second_output(first: str) -> str:
+    """The name of a node's second output, of the first, which `NodeBuilder.add` has returned."""
+    return f'{first.removesuffix(":0")}:1'

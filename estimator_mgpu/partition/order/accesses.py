@@ -51,6 +51,12 @@ def written_state(op: tf.Operation) -> set[tf.Operation]:
     return written
 
 
+def writes_state(op: tf.Operation) -> bool:
+    """Whether an op writes to a variable or a table, or in a function to what it's given."""
+    holders = (*op_types.STATE_HOLDERS, *op_types.PLACEHOLDERS)
+    return any(state.type in holders for state in written_state(op))
+
+
 def _arguments(call: tf.Operation, body: tf.Graph) -> dict[tf.Operation, tf.Tensor]:
     """What a function's arguments, `Placeholder` ops, are given by an op that calls it."""
     # The first input of a branch says which one is taken.
@@ -88,7 +94,7 @@ def asks_for_value(op: tf.Operation) -> bool:
     return op.type not in op_types.SHAPE_QUERIES and op.type not in op_types.HANDLE_QUERIES
 
 
-def passes_on(op: tf.Operation, operand: tf.Tensor) -> bool:
+def forwards(op: tf.Operation, operand: tf.Tensor) -> bool:
     """Whether an op gives an operand on as it is, so that its users read what is in it."""
     if op.type in op_types.SWITCH:
         return op.inputs[1].name != operand.name  # That decides which way is taken.

@@ -56,11 +56,8 @@ def check(
     """Raises RuntimeError if a changed graph doesn't touch state as it did.
 
     Args:
-      facts: of the graph, as it was.
-      graph: as it is now.
       results: the ops of what steps are run for now, in the order of those of the facts.
       names: tell which op is a copy of which; None if the graph has no towers.
-      devices: that of each tower.
       not_held: writes that don't wait for the batch, and should.
     """
     problems = list(_problems(facts, graph, results, names, devices))
@@ -113,11 +110,8 @@ class _Changed:
     """A changed graph.
 
     Args:
-      facts: of the graph, as it was.
-      graph: as it is now.
       results: the ops of what steps are run for now.
       names: tell which op is a copy of which.
-      devices: that of each tower.
 
     Attributes:
       ops: those that steps run, each after those that it waits for.

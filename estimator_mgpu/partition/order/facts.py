@@ -61,7 +61,7 @@ class Facts:
         behind = read_by_users(in_order)
         self.names = {op.name for op in ops}
         self.may_be_dead = {op.name for op in ops if liveness.may_be_dead(op)}
-        self.in_loops = {op.name for op in ops if liveness.is_in_loop(op)}
+        self.in_loops = {op.name for op in liveness.in_loops}
         self.waiting_placeholders = {
             op.name for op in ops if op.type in op_types.PLACEHOLDERS and op.control_inputs
         }

@@ -34,7 +34,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.accesses import (
     asks_for_value,
-    passes_on,
+    forwards,
     sharing_memory,
     written_state,
 )
@@ -82,7 +82,7 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
     pairs_of_edge = defaultdict[tuple[tf.Operation, tf.Operation], list[OpenPair]](list)
     for maker, first, second in pairs:
         pair = OpenPair(maker.name, first.name, second.name)
-        for target in liveness.entries(second) or [second]:
+        for target in liveness.enters(second) or [second]:
             for source in _ends(first, target, step, liveness):
                 pairs_of_edge[source, target].append(pair)
 
@@ -115,17 +115,17 @@ def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, li
                     if user not in step:
                         continue
                     writes = maker in written(user)
-                    reads = asks_for_value(user) and not passes_on(user, tensor)
+                    reads = asks_for_value(user) and not forwards(user, tensor)
                     if reads or writes:
                         touching[user] = writes
                     if user not in seen:
                         seen.add(user)
-                        stack += _passed_on(tensor, user)
+                        stack += _forwarded(tensor, user)
             in_order = sorted(touching, key=private.creation_index)
             yield maker, [_Access(user, touching[user]) for user in in_order]
 
 
-def _passed_on(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
+def _forwarded(tensor: tf.Tensor, user: tf.Operation) -> Sequence[tf.Tensor]:
     """The outputs of an op by which others touch the state that a tensor refers to, or lies in."""
     if graphs.is_handle(tensor) and user.type in op_types.FORWARD_VARIABLES:
         return user.outputs
@@ -182,7 +182,6 @@ def _is_taken_apart(call: tf.Operation, first: int, waited_for: dict[tf.Operatio
     comes before all that their functions do.
 
     Args:
-      call: an op.
       first: the bit of the other op.
       waited_for: the bits of what each op waits for in any case.
     """
@@ -218,17 +217,18 @@ def _without_cycles(
 ) -> Iterator[tuple[tf.Operation, tf.Operation]]:
     """The edges that close no cycle; a loop of TensorFlow 1 counts as a single op."""
 
-    def unit(op: tf.Operation) -> Any:
+    def op_or_frame(op: tf.Operation) -> Any:
         return liveness.outermost_loop(op) or op
 
     inputs: dict[Any, dict[Any, None]] = defaultdict(dict)
     for op in step:
-        before = [unit(other) for other in graphs.direct_inputs(op)]
-        inputs[unit(op)].update(dict.fromkeys(other for other in before if other != unit(op)))
-    between_units = {edge: (unit(edge[0]), unit(edge[1])) for edge in edges}
-    distinct = list(dict.fromkeys(between_units.values()))
-    possible = set(graphs.without_cycles(lambda unit: inputs.get(unit, {}), distinct))
-    return (edge for edge, between in between_units.items() if between in possible)
+        user = op_or_frame(op)
+        before = map(op_or_frame, graphs.direct_inputs(op))
+        inputs[user].update(dict.fromkeys(other for other in before if other != user))
+    between = {edge: (op_or_frame(edge[0]), op_or_frame(edge[1])) for edge in edges}
+    distinct = list(dict.fromkeys(between.values()))
+    possible = set(graphs.without_cycles(lambda user: inputs.get(user, {}), distinct))
+    return (edge for edge, ends in between.items() if ends in possible)
 
 
 def _waitable(op: tf.Operation) -> tf.Operation:

@@ -71,15 +71,11 @@ class Order:
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
-        self._let_entries_wait(order)
+        self._let_enters_wait(order)
 
     def bits(self, op: tf.Operation) -> int:
         """The bit of an op; 0 if it touches no state."""
         return self._bit_of.get(op, 0)
-
-    def has_effect(self, op: tf.Operation) -> bool:
-        """Whether an op has a side effect."""
-        return bool(self.bits(op) & self.effects)
 
     def upstream(self, op: tf.Operation) -> int:
         """The bits of an op and of all that running it ran in the graph as it was."""
@@ -90,7 +86,7 @@ class Order:
         return self._upstream.get(op) == 0
 
     def is_quiet(self, op: tf.Operation) -> bool:
-        """Whether an op has no side effect whose order counts."""
+        """Whether nobody can tell when an op runs: its side effect, if any, has no order."""
         return not self.bits(op) & (self.effects & ~self._unordered)
 
     def must_come_before(self, op: tf.Operation) -> int:
@@ -185,11 +181,11 @@ class Order:
                     within &= ~self.upstream(end)
         return list(dict.fromkeys(found))
 
-    def _let_entries_wait(self, ops: Sequence[tf.Operation]) -> None:
+    def _let_enters_wait(self, ops: Sequence[tf.Operation]) -> None:
         """Notes what loops of TensorFlow 1 have to wait for where they begin.
 
         Nothing in a loop can wait for an op outside, so the loop begins after it. All of its
-        entries wait: whoever comes after the loop relies on that, also if the body never runs.
+        `Enter` ops wait: whoever comes after the loop relies on that, also if the body never runs.
         """
         within = defaultdict[Frame, int](int)  # the bits of a loop's ops
         ops_in_loops = [op for op in ops if self.liveness.frame(op)]
@@ -201,9 +197,9 @@ class Order:
             if not needed:
                 continue
             upstream = self._upstream[op] & ~within[loop]
-            for entry in self.liveness.entries(op):
-                self._needed_by_loops[entry] |= needed
-                self._upstream[entry] = union(upstream, self._upstream[entry])
+            for enter in self.liveness.enters(op):
+                self._needed_by_loops[enter] |= needed
+                self._upstream[enter] = union(upstream, self._upstream[enter])
 
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)

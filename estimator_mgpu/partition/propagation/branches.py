@@ -33,7 +33,7 @@ from estimator_mgpu.partition.placements import (
     Partial,
     Placement,
     Shard,
-    joined,
+    common_placement,
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, Need, OpPlan, Slice, VariableValue
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
@@ -54,9 +54,7 @@ def decide_branches(
     """Decides how an op that calls one of several functions runs; None if it runs once.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: an `If`, a `Case`, or a call of one function.
-      placements: of the op's inputs.
 
     Raises:
       NotSharded: if the op has to run once, with the reason.
@@ -85,8 +83,8 @@ def decide_branches(
         if not _request_shards(functions, bodies):
             break
 
-    # In the graph, a branch that returns no examples runs once. In a function nothing can run once,
-    # and such a branch may check examples.
+    # In the graph, a branch that returns no examples needn't be sharded: it runs once. In a
+    # function nothing runs once, and such a branch may be an assertion.
     output_placements, output_dims = _outputs(scope, op, bodies)
     returns_no_examples = all(placement == REPLICATE for placement in output_placements)
     if returns_no_examples and not scope.in_function:
@@ -106,7 +104,6 @@ def _check_choices(op: tf.Operation, placements: Sequence[Placement]) -> None:
 
     Args:
       op: an `If`, a `Case`, or a call of one function.
-      placements: of the op's inputs.
 
     Raises:
       NotSharded: if another tensor, or none, chooses its branch.
@@ -122,7 +119,6 @@ def _outputs(
     """The placements of an op's outputs, and the sizes of those that are shards.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: the op that calls the functions.
       bodies: what was found of each function.
 
@@ -172,7 +168,7 @@ def _request_shards(functions: CalledFunctions, bodies: Sequence[FunctionBody]) 
     before = len(functions.requests)
     for outputs in zip(*(body.graph.outputs for body in bodies)):
         placements = [body.scope.placement_of(output) for body, output in zip(bodies, outputs)]
-        shard = joined(placements)
+        shard = common_placement(placements)
         if not isinstance(shard, Shard):
             continue
         first = placements.index(shard)
@@ -202,7 +198,7 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
     """
     tensors = [body.graph.outputs[index] for body in bodies]
     placements = [body.scope.placement_of(tensor) for body, tensor in zip(bodies, tensors)]
-    placement = joined(placements)
+    placement = common_placement(placements)
     for tensor, in_branch in zip(tensors, placements):
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
@@ -233,7 +229,6 @@ def decide_switch(
     """Decides how a `Switch` runs: both outputs have the placement of the input.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: a `Switch`.
       placements: of the value, and of the bool that says whether output 1 has it.
     """
@@ -250,14 +245,13 @@ def decide_merge(
     """Decides how a `Merge` runs.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       op: a `Merge`, which gives a value, and which of its inputs it was.
       placements: of its inputs. No placement is partial.
 
     Raises:
       NotSharded: if it has to run once, with the reason.
     """
-    placement = joined(placements)
+    placement = common_placement(placements)
     if placement == REPLICATE:
         return None
     if any(other not in (placement, REPLICATE) for other in placements):

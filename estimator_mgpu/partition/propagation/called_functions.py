@@ -34,12 +34,11 @@ class CalledFunctions:
     """The functions that an op calls with the same arguments.
 
     Args:
-      scope: the graph, or the function, that the op is in.
       bodies: the functions' graphs. All take the same arguments.
       arguments: the tensors that they are called with.
       placements: of the arguments in `scope`.
       unchanged: indices of the arguments that are the same in every call of a function.
-      are_branches: whether each is a branch of the op, which calls only one of them.
+      are_branches: whether the op calls only one of them.
       is_joint: as in `Scope`, inside of the functions.
 
     Attributes:

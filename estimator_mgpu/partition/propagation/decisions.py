@@ -18,7 +18,7 @@ from estimator_mgpu.partition.placements import (
     Placement,
     Positions,
     Shard,
-    joined,
+    common_placement,
     rows_of,
 )
 from estimator_mgpu.partition.plan import (
@@ -141,8 +141,9 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
             )
         if decision is not None or op_type in OF_PLACEMENTS:
             return decision
+    # From here on, rules know no positions: they are given these in full. `counted` is for
+    # `_by_rule`, which knows operands of entries.
     counted = placements
-    # Ops without a rule for positions are given them in full.
     placements = [
         REPLICATE if isinstance(placement, CountedByTower) else placement
         for placement in placements
@@ -182,9 +183,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     """By the rule for the op's type; None if no input is sharded in a way that the rule allows.
 
     Args:
-      scope: the graph or function that the op is in.
-      op: the op.
-      placements: of its inputs. Only operands that have the entries of a sparse tensor may be
+      placements: of the op's inputs. Only operands that have the entries of a sparse tensor may be
         counted by towers; others are replicated.
     """
     are_replicated = all(
@@ -219,7 +218,7 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
     return all(output.shape.is_fully_defined() for output in op.outputs)
 
 
-def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
+def kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
     """The partial result that an op makes of partial results; None if it needs the reduced ones.
 
     For example, the sum of two partial sums is a partial sum, which is reduced once instead of
@@ -229,7 +228,7 @@ def passed_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial
     """
     if op.type in op_types.MERGE:
         # What another branch gives counts on the first tower, and as zeros on others.
-        partial = joined(placements)
+        partial = common_placement(placements)
         if not isinstance(partial, Partial) or partial.reduce != 'sum':
             return None
         if isinstance(partial.rows, UniqueRows):
@@ -266,13 +265,15 @@ def decide_of_partial(
     Returns:
       None if it needs the reduced ones.
     """
-    partial = passed_partial(op, placements)
+    partial = kept_partial(op, placements)
     if partial is not None:
-        return pass_on(op, placements, partial)
+        return kept_partial_decision(op, placements, partial)
     return entries.decide_of_sums(op, placements, scope.sizes)
 
 
-def pass_on(op: tf.Operation, placements: Sequence[Placement], partial: Partial) -> Decision:
+def kept_partial_decision(
+    op: tf.Operation, placements: Sequence[Placement], partial: Partial
+) -> Decision:
     """The decision for an op that makes a partial result of partial results."""
     if op.type in op_types.MERGE:
         needs = tuple(LOCAL if placement == partial else FULL_ON_FIRST for placement in placements)

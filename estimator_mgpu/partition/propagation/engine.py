@@ -113,8 +113,8 @@ def propagate(
                 entries.update(_begin_entries(scope, tensor))
             if isinstance(tensor, tf.RaggedTensor):
                 entries.update(_begin_ragged(scope, tensor))
-        joined = _join_entries(scope, unsharded)
-        entries.update(joined)
+        at_others_entries = _join_entries(scope, unsharded)
+        entries.update(at_others_entries)
         _join_sums(scope)
 
         count_of_same = scope.count_of_same_rows
@@ -128,8 +128,8 @@ def propagate(
                 rows=batch,
                 sources=sources,
                 entries=entries,
-                joined=joined.keys(),
-                order=[op for unit in order for op in _boundary(unit)],
+                at_others_entries=at_others_entries.keys(),
+                order=[end for op in order for end in _boundary(op)],
                 ops=scope.ops,
                 placements=scope.placements,
                 once=graph_pass.once,
@@ -140,23 +140,22 @@ def propagate(
             )
 
 
-def _boundary(unit: OpOrLoop) -> Sequence[tf.Operation]:
+def _boundary(op: OpOrLoop) -> Sequence[tf.Operation]:
     """The op, or the ops of a v1 loop that are connected with ops outside of it."""
-    return [*unit.enters, *unit.exits] if isinstance(unit, V1Loop) else [unit]
+    return [*op.enters, *op.exits] if isinstance(op, V1Loop) else [op]
 
 
 def _frames(
-    scope: Scope, units: Sequence[OpOrLoop], around: tuple[LoopFrame, ...] = ()
+    scope: Scope, ops: Sequence[OpOrLoop], around: tuple[LoopFrame, ...] = ()
 ) -> dict[str, tuple[LoopFrame, ...]]:
     """The v1 loops around the inputs of ops, by the ops' names.
 
     Args:
-      scope: what was decided.
-      units: ops and v1 loops, in the graph or in a loop.
+      ops: ops and v1 loops, in the graph or in a loop.
       around: the loops around these.
     """
     frames: dict[str, tuple[LoopFrame, ...]] = {}
-    for loop in units:
+    for loop in ops:
         if not isinstance(loop, V1Loop):
             continue
         first = loop.enters[0]
@@ -165,7 +164,7 @@ def _frames(
         inside = (*around, LoopFrame(loop.name, iterations, is_joint))
         frames.update((op.name, inside) for op in loop.all_ops if op not in loop.enters)
         if loop.body is not None:
-            frames.update(_frames(scope, loop.body.units, inside))
+            frames.update(_frames(scope, loop.body.ops, inside))
     return frames
 
 
@@ -224,7 +223,7 @@ def _join_entries(
     Returns:
       By name, what towers take of such values.
     """
-    joined: dict[str, SparseRows] = {}
+    at_others_entries: dict[str, SparseRows] = {}
     for tensor in unsharded:
         if isinstance(tensor, tf.SparseTensor) and tensor.indices.name in scope.same_entries:
             name = scope.whose_entries(tensor.indices.name)
@@ -232,8 +231,8 @@ def _join_entries(
             assert isinstance(positions, Positions)
             scope.placements[tensor.values.name] = positions.shard
             scope.sizes.set_dims(tensor.values, [positions.count])
-            joined[tensor.values.name] = SparseRows(name, scope.batch, ONE)
-    return joined
+            at_others_entries[tensor.values.name] = SparseRows(name, scope.batch, ONE)
+    return at_others_entries
 
 
 def _join_sums(scope: Scope) -> None:

@@ -35,7 +35,11 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, pass_on, passed_partial
+from estimator_mgpu.partition.propagation.decisions import (
+    decide,
+    kept_partial,
+    kept_partial_decision,
+)
 from estimator_mgpu.partition.propagation.reasons import default_reason
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
@@ -209,9 +213,9 @@ class FunctionBody:
 
     def _decide_of_partial(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower that is given partial results, or raises NotSharded."""
-        partial = self._passed_partial(op, placements)
+        partial = self._kept_partial(op, placements)
         if partial is not None:
-            self._record(op, pass_on(op, placements, partial))
+            self._record(op, kept_partial_decision(op, placements, partial))
             return
         if not self.scope.is_joint:
             raise NotSharded(f'in it, {op.name} needs a sum over all examples')
@@ -232,18 +236,18 @@ class FunctionBody:
             if isinstance(self.scope.placement_of(tensor), Partial):
                 self.scope.reduced.add(tensor.name)
 
-    def _passed_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
-        """As `passed_partial`. What is replicated now may turn out to be a partial sum as well.
+    def _kept_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
+        """As `kept_partial`. What is replicated now may turn out to be a partial sum as well.
 
         The last visit, which assumes nothing, finds out if it doesn't.
         """
-        partial = passed_partial(op, placements)
+        partial = kept_partial(op, placements)
         if partial is None and self.scope.assumes:
             partial_sum = Partial('sum', self.scope.batch)
             assumed = [
                 partial_sum if placement == REPLICATE else placement for placement in placements
             ]
-            partial = passed_partial(op, assumed)
+            partial = kept_partial(op, assumed)
         return partial
 
     def _record(self, op: OpOrLoop, decision: Decision) -> None:

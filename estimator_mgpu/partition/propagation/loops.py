@@ -52,7 +52,6 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     """Decides how a loop that calls functions runs; None if it runs once.
 
     Args:
-      scope: the graph, or the function, that the loop is in.
       op: a `While`.
       placements: of the op's inputs, with which the loop's variables start.
 
@@ -95,8 +94,6 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
 
     Args:
       scope: the graph, or the loop around it, that the loop is in.
-      loop: the loop.
-      placements: of its inputs.
 
     Returns:
       A decision whose only function has the plans of all of the loop's ops.
@@ -104,7 +101,8 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
     Raises:
       NotSharded: if the loop has to run once, with the reason.
     """
-    # A loop in a loop can't run once: towers have copies of it in any case, and lists change in it.
+    # Nothing in a loop runs once: towers have copies of an inner loop in any case, and its lists
+    # change in each step.
     is_replicated = all(placement == REPLICATE for placement in placements)
     if is_replicated and not scope.in_function:
         return None
@@ -254,9 +252,7 @@ def _output_dims(
     """The dimensions of the outputs that are sharded; None for each of the others.
 
     Args:
-      functions: the loop's.
       body: what was found of the loop's body.
-      outputs: of the loop.
       results: the tensors in the body that become the outputs.
       are_variables: whether these are the loop's variables, in order, of which as much is known
         after the loop as before it. Others may have a size that only the loop knows.

@@ -73,12 +73,8 @@ class RowLoop:
 
     Args:
       arguments: with which its variables and constants begin.
-      placements: of the arguments.
-      condition: the loop's condition.
       goes_on: the condition's result.
-      body: the loop's body.
       results: what the variables and constants are after a step.
-      scope: the graph that the loop is in.
 
     Raises:
       NotSharded: if a step may depend on another one, or on its number.
@@ -301,7 +297,6 @@ def decide_row_loop(
       functions: whose only body is the loop's.
       condition: the function of the loop's condition.
       op: the loop.
-      placements: of its inputs.
 
     Raises:
       NotSharded: if it has to run once.
@@ -328,7 +323,7 @@ def decide_v1_row_loop(
     functions: CalledFunctions, loop: V1Loop, body: LoopBody, placements: Sequence[Placement]
 ) -> Decision:
     """The same for a loop of TensorFlow 1."""
-    part = Part(body.inputs, body.units)
+    part = Part(body.inputs, body.ops)
     row_loop = RowLoop(
         loop.inputs,
         placements,

@@ -67,10 +67,7 @@ class Match:
     """An op with its signature.
 
     Args:
-      op: the op.
-      signature: what the rule for the op's type says of it.
       placements: of the op's inputs; none is partial.
-      scope: the graph or function that the op is in.
     """
 
     def __init__(

@@ -34,10 +34,8 @@ def reason_of(
     """Why an op runs once that couldn't be sharded.
 
     Args:
-      scope: the graph that the op is in.
       once: as in `Plan`, of the ops that were visited before.
       op: an op or a v1 loop.
-      placements: of its inputs.
       of_rule: what its rule says; '' if that is nothing.
     """
     reason = _reason_of_pass_before(scope, op, placements) or of_rule
@@ -67,7 +65,6 @@ def reason_of_lists_made(scope: Scope, ops: Sequence[tf.Operation]) -> str | Non
     It has to if another op needs all of the list, as a list can't be gathered.
 
     Args:
-      scope: the graph that the op is in.
       ops: the op; of a v1 loop, those that are connected with ops outside of it.
     """
     if not scope.run_once:  # as of almost all models

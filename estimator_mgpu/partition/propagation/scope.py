@@ -153,20 +153,20 @@ class Scope:
         """Whether an op uses what was gathered, or what was made once of such."""
         return any(tensor.name in self.reshardable for tensor in op.inputs)
 
-    def record(self, unit: OpOrLoop, decision: Decision) -> None:
+    def record(self, op: OpOrLoop, decision: Decision) -> None:
         """Notes that an op, or a v1 loop, runs on every tower."""
-        if isinstance(unit, V1Loop):
+        if isinstance(op, V1Loop):
             [ops] = decision.plan.functions
             self.ops.update(ops)
             self.in_loops.update(decision.in_loop)
-            for enter, need in zip(unit.enters, decision.plan.needs):
+            for enter, need in zip(op.enters, decision.plan.needs):
                 self.ops[enter.name] = OpPlan((need,), is_joint=decision.plan.is_joint)
         else:
-            self.ops[unit.name] = decision.plan
-        for output, placement in zip(unit.outputs, decision.placements):
+            self.ops[op.name] = decision.plan
+        for output, placement in zip(op.outputs, decision.placements):
             if placement is not None:
                 self.placements[output.name] = placement
-        for output, dims in zip(unit.outputs, decision.dims):
+        for output, dims in zip(op.outputs, decision.dims):
             self.sizes.set_dims(output, dims)
         for handle, list_placement in decision.lists:
             self._place_list(handle, list_placement)

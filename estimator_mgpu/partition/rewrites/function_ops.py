@@ -80,7 +80,7 @@ class Body:
 
     def _rename(self, node: Any, operands: Sequence[tf.Tensor]) -> None:
         node.name = self._name(node.name)
-        node.device = _merged(self._device, node.device)
+        node.device = _merged_device(self._device, node.device)
         node.attr.pop('_class', None)  # It may name an argument.
         if node.op in op_types.ENTER:
             # If the function is added twice, its v1 loops are two.
@@ -150,7 +150,7 @@ class Body:
                     output.set_shape(known.shape)
 
 
-def _merged(device: str, inner: str) -> str:
+def _merged_device(device: str, inner: str) -> str:
     """The device of an op that names one, or a part of one, within the scope of another."""
     if not (device and inner):
         return device or inner

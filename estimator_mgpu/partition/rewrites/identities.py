@@ -40,9 +40,8 @@ def bypass_identities(division: Division) -> None:
     """Lets the users of identities that wait for something use the identities' inputs.
 
     The identities stay in the graph, for whoever fetches them. Some stay in use: those in v1
-    control flow, and those before the gradient of a convolution's kernel, if that of a bias is
-    computed from the same tensor. The number of examples keeps its own, which wait for the check
-    that all features and labels have as many.
+    control flow, those of the number of examples, which wait for the check that all features and
+    labels have as many, and those before the gradient of a convolution's kernel, as said above.
     """
     order = division.order
     ops_of_total = graphs.ancestors([division.total.op]) if division.total is not None else set()

@@ -66,7 +66,6 @@ class _Reads:
 
     Args:
       writes: the ops to wait for.
-      order: of the graph.
     """
 
     def __init__(self, writes: Sequence[tf.Operation], order: Order):

@@ -29,39 +29,35 @@ from estimator_mgpu.tf_internals.v1_loops import entered
 def remove_loop_waits(division: Division) -> None:
     """Removes the control edges by which loops wait for what is outside of them.
 
-    What is passed into a loop only for such an edge then counts no longer as a read in the order.
-    The ops that pass it are unused.
+    The ops that pass a value into a loop only for such an edge are unused then.
     """
     order = division.order
     liveness = order.liveness
-    ops = [
-        op
-        for op in filter(liveness.is_in_loop, division.graph.get_operations())
-        if op.name not in division.existing_ops
-    ]
+    ops = [op for op in liveness.in_loops if op.name not in division.existing_ops]
     with_effects = {liveness.outermost_loop(op) for op in ops if not order.is_quiet(op)}
     for op in ops:
         if op.type in op_types.ENTER and not liveness.frame(op):
             _begin_at_once(op, order)
         elif liveness.outermost_loop(op) not in with_effects and _is_only_waited_for(op, order):
+            # Its users stop waiting, and it counts as no read.
             for user in private.control_consumers(op):
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
             order.forget_read(op)
-            entry = op.inputs[0]
+            enter = op.inputs[0]
             division.unused.add(op.name)
-            if all(user.name in division.unused for user in entry.consumers()):
-                division.unused.add(entry.op.name)
+            if all(user.name in division.unused for user in enter.consumers()):
+                division.unused.add(enter.op.name)
 
 
-def _begin_at_once(entry: tf.Operation, order: Order) -> None:
-    """Removes the control inputs of a loop's entry, and of a constant that enters there.
+def _begin_at_once(enter: tf.Operation, order: Order) -> None:
+    """Removes the control inputs of a loop's `Enter`, and of a constant that enters there.
 
     What is in a branch still waits for the branch: else it would run if the branch isn't taken.
     """
-    [operand] = entry.inputs
+    [operand] = enter.inputs
     if _refers_to_variable(operand, order):
         return
-    waiting = [entry, operand.op] if operand.op.type == op_types.CONST else [entry]
+    waiting = [enter, operand.op] if operand.op.type == op_types.CONST else [enter]
     for op in waiting:
         kept = [before for before in op.control_inputs if order.liveness.may_be_dead(before)]
         if len(kept) < len(op.control_inputs):

@@ -59,8 +59,8 @@ def take_apart_branches(division: Division) -> None:
     _Rewrite(division).run()
 
 
-class _Way(NamedTuple):
-    """Which way a value goes at a `Switch`."""
+class _Side(NamedTuple):
+    """A side of a `Switch`, to which a value goes by the decision."""
 
     decision: tf.Tensor  # a bool
     output: int  # of the `Switch`: 1 if the decision is True
@@ -74,11 +74,7 @@ class _Returned(NamedTuple):
 
 
 class _Rewrite:
-    """The branches of a graph that are taken apart.
-
-    Args:
-      division: the graph.
-    """
+    """The branches of a graph that are taken apart."""
 
     def __init__(self, division: Division):
         self._division = division
@@ -190,9 +186,9 @@ class _Rewrite:
         returned: list[Sequence[tf.Tensor]] = []
         ends: list[tf.Tensor] = []
         for number, body in enumerate(self._bodies[op]):
-            ways = self._ways(op, number)
-            pivot = self._in_branch(op, op.inputs[0], ways)
-            operands = self._operands(op, body.function, number, ways)
+            sides = self._sides(op, number)
+            pivot = self._in_branch(op, op.inputs[0], sides)
+            operands = self._operands(op, body.function, number, sides)
             added = body.with_operands(operands)
             self._without_operands.difference_update(added.ops)
             for inner in added.ops:
@@ -207,15 +203,15 @@ class _Rewrite:
                 ends.append(tf.identity(pivot, f'{body.scope}/end'))
         return list(zip(*returned)), ends
 
-    def _ways(self, op: tf.Operation, branch: int) -> list[_Way]:
-        """The ways that lead to a branch, by its number."""
+    def _sides(self, op: tf.Operation, branch: int) -> list[_Side]:
+        """The sides of switches that lead to a branch, by its number."""
         choice = op.inputs[0]
         if op.type in op_types.IFS:
-            return [_Way(choice, 1 - branch)]  # The first branch is taken if it's true.
+            return [_Side(choice, 1 - branch)]  # The first branch is taken if it's true.
         last = len(function_calls.function_graphs(op)) - 1
-        ways = [_Way(self._decision(op, number), 0) for number in range(branch)]
+        sides = [_Side(self._decision(op, number), 0) for number in range(branch)]
         # A number that no branch has takes the last one.
-        return ways if branch == last else [*ways, _Way(self._decision(op, branch), 1)]
+        return sides if branch == last else [*sides, _Side(self._decision(op, branch), 1)]
 
     def _decision(self, case: tf.Operation, number: int) -> tf.Tensor:
         """Whether a `Case` takes the branch of a number; the same tensor as for its gradient."""
@@ -226,7 +222,7 @@ class _Rewrite:
         return self._decisions[key]
 
     def _operands(
-        self, op: tf.Operation, function: Any, branch: int, ways: Sequence[_Way]
+        self, op: tf.Operation, function: Any, branch: int, sides: Sequence[_Side]
     ) -> list[tf.Tensor]:
         """What takes the place of a branch's arguments: dead, if used, unless the branch is taken.
 
@@ -234,7 +230,7 @@ class _Rewrite:
           op: the op that calls the branch.
           function: the branch's graph.
           branch: its number.
-          ways: those that lead to it.
+          sides: those that lead to it.
         """
         operands = []
         for argument, tensor in zip(function.inputs, op.inputs[1:]):
@@ -242,23 +238,23 @@ class _Rewrite:
             if returned is not None and _is_same(returned.choice, op.inputs[0]):
                 operands.append(returned.values[branch])
             elif _is_used(argument, function):
-                operands.append(self._in_branch(op, tensor, ways))
+                operands.append(self._in_branch(op, tensor, sides))
             else:
                 operands.append(tensor)
         return operands
 
-    def _in_branch(self, op: tf.Operation, tensor: tf.Tensor, ways: Sequence[_Way]) -> tf.Tensor:
+    def _in_branch(self, op: tf.Operation, tensor: tf.Tensor, sides: Sequence[_Side]) -> tf.Tensor:
         """A tensor that is dead unless a branch of an op is taken. So is its op, unlike `Switch`.
 
         Gradients use the same.
         """
-        for way in ways:
-            key = tensor.name, way.decision.name
+        for side in sides:
+            key = tensor.name, side.decision.name
             if key not in self._switched:
                 name = f'{op.name}/switch'
-                switch = tf.raw_ops.Switch(data=tensor, pred=way.decision, name=name)
+                switch = tf.raw_ops.Switch(data=tensor, pred=side.decision, name=name)
                 self._switched[key] = list(switch)
-            tensor = self._switched[key][way.output]
+            tensor = self._switched[key][side.output]
         if tensor.name not in self._in_branches:
             self._in_branches[tensor.name] = tf.identity(tensor, f'{op.name}/in_branch')
         return self._in_branches[tensor.name]

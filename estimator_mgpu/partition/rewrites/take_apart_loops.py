@@ -195,8 +195,8 @@ def _add_loop(
             ways_back.append(way_back.op)
 
     constants = {enter.op for index, enter in enumerate(enters) if index not in variables}
-    _let_wait([*in_condition.ops, goes_on.op], at_begin[variables[0]], constants)
-    _let_wait([*in_body.ops, *ways_back], in_step[variables[0]], constants)
+    _keep_in_frame([*in_condition.ops, goes_on.op], at_begin[variables[0]], constants)
+    _keep_in_frame([*in_body.ops, *ways_back], in_step[variables[0]], constants)
     return results, [*in_condition.ops, *in_body.ops]
 
 
@@ -221,7 +221,7 @@ def _add_enters(loop: tf.Operation, variables: Sequence[int], scope: str) -> lis
         ]
 
 
-def _let_wait(
+def _keep_in_frame(
     ops: Sequence[tf.Operation], variable: tf.Tensor, constants: set[tf.Operation]
 ) -> None:
     """Lets those ops of a loop wait for a variable that use nothing but constants.

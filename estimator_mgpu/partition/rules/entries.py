@@ -79,8 +79,6 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
     Args:
       op: one of `TYPES`, or one that is given positions or places.
-      placements: of the op's inputs.
-      sizes: of tensors.
     """
     rule = _RULES.get(op.type)
     positions = [placement for placement in placements if isinstance(placement, Positions)]
@@ -389,7 +387,9 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 
 
-def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _take_of_ids(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
     """`GatherV2` of what belongs to different ids: for each entry, what belongs to its id."""
     looked_up, places, _ = placements
     dims = sizes.dims(op.inputs[0])
@@ -536,7 +536,7 @@ _RULES = {
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
     op_types.UNIQUE: _unique,
-    'GatherV2': _gather,
+    'GatherV2': _take_of_ids,
     op_types.SUM_BY_ID: _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,

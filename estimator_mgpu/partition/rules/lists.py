@@ -91,7 +91,6 @@ def decide(
 
     Args:
       op: one of TensorLists or Optionals, or one that is given some.
-      placements: of the op's inputs.
       batch: the batch's row space.
       sizes: where the sizes of an element that is a shape are recorded.
       in_function: whether the op is in a function, or in a loop, that towers have copies of.
@@ -264,7 +263,6 @@ def list_with(
     """The placement of a list into which a value is put; None if it isn't known.
 
     Args:
-      value: the value.
       placement: the value's.
       batch: the batch's row space.
       sizes: of the value.

@@ -29,11 +29,14 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
 
 
-def _gather(op: tf.Operation, sizes: Sizes) -> str:
+def _lookup(op: tf.Operation, sizes: Sizes) -> str:
     """`GatherV2`: the indices' dimensions (I) take the place of the axis in the table's shape.
 
     Axis 0 is '_P I * -> IP', axis 1 'a_P I * -> aIP'. With `batch_dims=1`, each row of the indices
     is for a row of the table: 'a_P aI * -> aIP'.
+
+    This is asked last: of positions, `selections` takes the rows, and of places of ids, `entries`
+    takes what belongs to each entry's id.
     """
     [axis] = axes_of(op, 2, sizes, rank(op.inputs[0], sizes))
     before = string.ascii_lowercase[:axis]
@@ -146,7 +149,6 @@ def _scattered(
       signature_with: makes a signature of labels.
       indices: a tensor whose last dimension is a place in the first dimensions of the output.
       dims: of the output.
-      sizes: of tensors.
     """
     index_dims = require(sizes.dims(indices))
     named = require(index_dims[-1].static)
@@ -167,7 +169,7 @@ def _scattered(
 
 _RULES: dict[str, Rule] = {
     'Gather': '_P I -> IP',
-    'GatherV2': _gather,
+    'GatherV2': _lookup,
     'GatherNd': _gather_nd,
     'ResourceGatherNd': '* I_ -> I...',
     'LookupTableFind LookupTableFindV2': '* S * -> S...',

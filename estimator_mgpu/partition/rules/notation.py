@@ -145,9 +145,7 @@ def axes_of(op: tf.Operation, source: int | str, sizes: Sizes, count: int) -> li
     """The axes that an op works along, from 0: -1 is the last of `count`.
 
     Args:
-      op: the op.
       source: which input or which attribute has them; one or several.
-      sizes: of the op's tensors.
       count: the number of dimensions.
 
     Raises:
@@ -200,8 +198,6 @@ def signature_of(rule: Rule | None, op: tf.Operation, sizes: Sizes) -> Signature
 
     Args:
       rule: the one for the op's type; None if there is none.
-      op: the op.
-      sizes: of its tensors.
 
     Raises:
       NotSharded: if there is no rule, or if it says so.

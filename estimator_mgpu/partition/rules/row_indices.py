@@ -36,7 +36,6 @@ def begin_with_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
     Args:
       indices: a tensor of integers, whose last dimension is an index: [rows, 2] or [rows, 4, 2].
       rows: how many rows the tensor has in which the indices are looked up.
-      sizes: of tensors.
     """
     dims = sizes.dims(indices)
     if not dims or len(dims) < 2 or dims[-1].static is None or not dims[0].same_as(rows):
@@ -71,7 +70,6 @@ def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
     Args:
       indices: a vector of integers.
       rows: how many rows the tensor has in which the indices are looked up.
-      sizes: of tensors.
     """
     indices = behind_casts(indices)
     if indices.op.type == 'Reshape' and sizes.rank(indices) == 1:
@@ -176,7 +174,6 @@ def _axis_before(tensor: tf.Tensor, axis: int, sizes: Sizes) -> int | None:
     Args:
       tensor: the op's output.
       axis: one of its axes.
-      sizes: of tensors.
     """
     op = tensor.op
     if op.type not in _ARRANGEMENTS or tensor.dtype not in _NUMBERS_OF_ROWS:

@@ -57,7 +57,6 @@ def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> tuple[str, str] | None:
 
     Args:
       mask: `range(max(0, max(lengths))) < lengths[:, None]`, say.
-      sizes: of tensors.
     """
     if mask.op.type != 'Less':
         return None

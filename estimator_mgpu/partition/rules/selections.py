@@ -114,8 +114,6 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
     Args:
       op: one of `TYPES`, or one that is given positions.
-      placements: of the op's inputs.
-      sizes: of tensors.
     """
     if op.type == _PARTITION:
         return _partition(op, placements, sizes)
@@ -147,8 +145,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     factor = sizes.per_row(which, 0, rows)
     if factor is None:
         return None
-    has_order = is_ordered(rows) or isinstance(rows, UniqueRows)
-    if not has_order and (factor != ONE or not is_range(data, sizes)):
+    if not is_ordered(rows) and (factor != ONE or not is_range(data, sizes)):
         return None  # Only positions tell the order of these rows in the batch.
 
     key = which.name, op.type, len(op.outputs)
@@ -307,7 +304,9 @@ def _with_zero(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     return Decision(OpPlan((LOCAL, FULL if is_scalar else LOCAL)), [placement], [dims])
 
 
-def _gather(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+def _take_positions(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
     """`GatherV2` of a vector of positions: it takes the rows of a selection."""
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
@@ -362,10 +361,8 @@ def _taken(
     """What is at the positions in a tensor.
 
     Args:
-      rows: the tensor.
-      placements: its own, and that of the positions.
+      placements: of the rows, and of the positions.
       named: how many of its dimensions a position names.
-      sizes: of tensors.
       more_needs: the forms of the op's other inputs.
     """
     placement, positions = placements
@@ -493,7 +490,7 @@ _USES = {
     **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
     'ZerosLike': _zeros_like,
     **dict.fromkeys(['GreaterEqual', 'Maximum'], _with_zero),
-    'GatherV2': _gather,
+    'GatherV2': _take_positions,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,
     **dict.fromkeys(

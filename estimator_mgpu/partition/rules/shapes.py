@@ -321,8 +321,6 @@ def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -
 
     Args:
       part: says which part it is. Of equal parts, the rows are the same.
-      tensor: the part.
-      sizes: of tensors.
     """
     # Its number isn't static even if the graph knows it: it may be smaller than that of devices.
     return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, None)))
@@ -539,8 +537,7 @@ def _blocks_of_space(op: tf.Operation, dims: Sequence[Size], space: int, images:
     """What both have in common: `space` dimensions after the first one change.
 
     Args:
-      op: the op.
-      dims: of its input.
+      dims: of the op's input.
       space: the number of dimensions that are cut into squares, or joined of such.
       images: the size of the output's dimension 0.
     """

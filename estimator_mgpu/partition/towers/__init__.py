@@ -8,8 +8,8 @@ gathered and reduced values. No decision about sharding is made here, and no rul
 - `op_copies`, `function_copies`: each tower's copies of ops, and of the functions that they call.
 - `values`: what each tower has of a tensor, and its full value; `origins`: which full values are
   made of what towers have.
-- `shards`, `sparse_rows`, `ragged_rows`, `unique_ids`: which part of the batch, of a sparse or
-  ragged tensor, and of all different ids each tower has.
+- `shards`, `sparse_features`, `ragged_features`, `unique_ids`: which part of the batch, of a sparse
+  or ragged tensor, and of all different ids each tower has.
 - `sums_of_entries`: how many sums of a sparse tensor's entries towers have.
 - `reduce_and_gather`: how full values are made; `only_fetched`: which ones are made.
 - `sending`: full values, to the devices that need them.

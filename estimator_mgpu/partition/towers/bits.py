@@ -2,9 +2,9 @@
 
 With micro-batches, a device needs a mask for one turn at a time. But a mask of seeded dropout is
 drawn for the global batch at once, and booleans are a byte each. So a mask is packed as soon as
-it's there. Each turn takes the bytes of its rows, and unpacks them on its device. Otherwise a
-transformer with seeded dropout, on two devices in four turns of 8 examples, would need 5% more
-memory in a step.
+it's there. Each turn takes the bytes of its rows, and unpacks them on its device. As booleans they
+would take eight times as much: of a transformer with seeded dropout, on two devices in eight turns,
+a device has 1.6 MB of packed masks beside 26 MB of activations.
 
     mask        [batch, 4, 6]    booleans
     packed      [batch, 3]       bytes, of which a turn takes its rows
@@ -52,10 +52,8 @@ def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
     Eight booleans are read as one number of eight bytes. Their bits then become one byte of it.
 
     Args:
-      nodes: where nodes are added.
       value: the mask's full value.
       mask: the user's tensor, which has the shape of the value.
-      device: where it is packed.
     """
     bytes_per_row = mask.shape[1:].num_elements() // 8
     eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device, T=tf.bool)
@@ -73,10 +71,7 @@ def unpack(nodes: NodeBuilder, packed: str, mask: tf.Tensor, device: str) -> str
     """Unpacks some rows of a mask, on a device.
 
     Args:
-      nodes: where nodes are added.
-      packed: the packed rows.
       mask: the user's tensor, which has the shape of a row.
-      device: where they are unpacked.
     """
     numbers = nodes.cast(packed, PACKED, tf.int32, device)
     entries = nodes.const(_ENTRIES, tf.bool, device)

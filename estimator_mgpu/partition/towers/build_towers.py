@@ -22,11 +22,11 @@ from estimator_mgpu.partition.messages.slices import Slices, find_sent
 from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits
 from estimator_mgpu.partition.micro_batches.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
-from estimator_mgpu.partition.micro_batches.turns import Tower, chains_of, towers_of
 from estimator_mgpu.partition.nodes.names import Names, unused_word
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower, chains_of, towers_of
 from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
@@ -127,7 +127,7 @@ class Towers:
             values[name] = self._value_in_use(replacements)
             if self._waits.missing(replacements):
                 # Many tensors wait for the same, as gradients do for all updates of averages.
-                effects = self._waits.effects(replacements)
+                effects = self._waits.effects_of(replacements)
                 if effects not in waits:
                     waits[effects] = self._after(self._waits.ops_of(effects, tensor.op), tensor.op)
                 values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)
@@ -202,11 +202,9 @@ def _collect_nodes(
     """Collects the nodes of towers, without a change to the graph.
 
     Args:
-      division: the graph, and its plan.
       ops: those of the graph, each after those that it depends on.
       result_ops: those that give what steps are run for.
       scope: a word for the names of all nodes.
-      towers: those of which nodes are collected.
     """
     graph = division.graph
     plan = division.plan
@@ -245,9 +243,6 @@ def _units_of_step(
     """The units that a step runs, before the collected nodes are in the graph.
 
     Args:
-      division: the graph, and its plan.
-      collected: the nodes of towers.
-      tower_count: how many towers there are.
       results: what the step is run for, as rewrites have left it.
     """
     full_values = collected.values.full_values
@@ -279,10 +274,6 @@ def _control_inputs(
 
     Args:
       op: one of the user's.
-      plan: which ops are sharded.
-      towers: those that have copies.
-      values: names the copies.
-      waits: which ops it waits for.
       nodes: where ops are added that join others.
     """
     before = waits.of_op(op)
@@ -311,7 +302,7 @@ def _copies(
     """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
     for chain in chains_of(towers):
-        copies = [values.copy_name(op.name, tower) for tower in chain for op in ops]
+        copies = [name for op in ops for name in values.copy_names(op, chain)]
         names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
     return names
 
@@ -323,7 +314,7 @@ def _names_of_ops(
     names: list[str] = []
     for op in ops:
         if op.name in plan.ops:
-            names += [values.copy_name(op.name, tower) for tower in towers]
+            names += values.copy_names(op, towers)
         else:
             names.append(op.name)
     return names

@@ -28,12 +28,12 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import machine_of, memory_of, relay
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.messages.packing import Pack
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.values import Values

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     Constant,
@@ -25,6 +24,7 @@ from estimator_mgpu.partition.plan import (
     Slice,
     VariableValue,
 )
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import function_calls, kernels, op_paths, op_types
 from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_attr
@@ -39,10 +39,7 @@ def adapt_node(
     """Changes the copy of a node into that of a tower.
 
     Args:
-      shards: which examples each tower has.
       node: the copy, in the graph or in a function.
-      op_plan: of the op.
-      tower: whose copy it is.
       path: of a node in a function, as in `op_paths`.
     """
     if node.op in op_types.FORWARDS:
@@ -97,10 +94,8 @@ def _copy_function(
     """Adds a tower's copy of a function; returns its name.
 
     Args:
-      shards: which examples each tower has.
       name: of the function.
       op_plans: of the ops in it that are sharded, by name.
-      tower: whose copy it is.
       variable_dtypes: by position, the types of arguments that are the values of variables in the
         copy, and variables in the function.
       path_of: returns the path of an op's copy, by the op's name.

@@ -25,11 +25,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.byte_counts import entries_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
-from estimator_mgpu.partition.plan import LOCAL, Constant, FullSizes, LocalShape, Plan
+from estimator_mgpu.partition.plan import LOCAL, OF_SIZES, Plan
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.tf_internals.private import control_consumers
-
-_SIZES = (LocalShape, Constant, FullSizes)  # Copies have these from elsewhere.
 
 
 def worth_making(
@@ -37,11 +35,7 @@ def worth_making(
 ) -> Iterator[tf.Tensor]:
     """The tensors whose full values are made.
 
-    Either a step uses it, or it would cost much to compute it again, or to gather what it's
-    computed from.
-
     Args:
-      division: the graph, and its plan.
       origins: tells which full values are made from what towers have.
       result_ops: those that give what steps are run for.
     """
@@ -103,7 +97,7 @@ def _used_in_steps(
 def _is_taken_by_copies(tensor: tf.Tensor, plan: Plan) -> bool:
     """Whether towers' copies use what one of the user's ops gives."""
     return any(
-        tensor is operand and need != LOCAL and not isinstance(need, _SIZES)
+        tensor is operand and need != LOCAL and not isinstance(need, OF_SIZES)
         for user in tensor.consumers()
         if user.name in plan.ops
         for operand, need in zip(user.inputs, plan.ops[user.name].needs)

@@ -11,13 +11,13 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
     FULL_ON_FIRST,
     LOCAL,
+    OF_SIZES,
     Constant,
     CountedFromFirst,
     FullSizes,
@@ -32,6 +32,7 @@ from estimator_mgpu.partition.plan import (
     SparseRows,
     VariableValue,
 )
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.everywhere import Everywhere
 from estimator_mgpu.partition.towers.function_copies import adapt_node
 from estimator_mgpu.partition.towers.sending import Sender
@@ -48,12 +49,8 @@ class Copies:
 
     Args:
       plan: which ops are sharded, and what their copies are given.
-      towers: those that have copies.
-      values: what the copies are given.
       sender: sends that to other devices.
-      waits: what the copies wait for.
       everywhere: what each device makes for itself of what the copies are given.
-      nodes: where nodes are added.
     """
 
     def __init__(
@@ -145,7 +142,7 @@ class Copies:
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:
-                names += [f'^{self._values.copy_name(before.name, tower)}' for tower in towers]
+                names += [f'^{name}' for name in self._values.copy_names(before, towers)]
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
@@ -166,7 +163,7 @@ class Copies:
             return []
         replaced = []
         for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
-            if isinstance(need, (LocalShape, Constant, FullSizes)):
+            if isinstance(need, OF_SIZES):
                 replaced.append(tensor.op)
             elif tensor.op.type not in op_types.ENTER:
                 return []
@@ -183,7 +180,7 @@ class Copies:
         if isinstance(need, Slice):
             return self._values.slice(tensor, need, tower)
         if isinstance(need, (SparseRows, RaggedRows)):
-            return self._values.entries(tensor, need, tower)
+            return self._values.part_of_feature(tensor, need, tower)
         if isinstance(need, CountedFromFirst):
             indices = self._operand(op, tensor, need.indices, tower, device)
             return self._values.counted_from_first(tensor, indices, need, tower, device)
@@ -207,7 +204,7 @@ class Copies:
         loops = self._plan.frames[op.name]
         if isinstance(need, Reduced):
             return self._values.reduced(tensor, need, loops)
-        if isinstance(need, (LocalShape, Constant, FullSizes)):
+        if isinstance(need, OF_SIZES):
             sizes = self._sizes(tensor, need, tower)
             return self._nodes.entered(sizes, self._values.frames(loops, tower), device)
 

@@ -24,7 +24,6 @@ class Origins:
     """Tells which full values are made of what towers have.
 
     Args:
-      division: the graph, its plan, and where full values are made.
       first: the device of the first tower.
       host: that of its machine.
     """

@@ -22,9 +22,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
 from estimator_mgpu.partition.messages.slices import Part, Slices
-from estimator_mgpu.partition.micro_batches.turns import Chain
-from estimator_mgpu.partition.nodes.node_builder import other_output
+from estimator_mgpu.partition.nodes.node_builder import second_output
 from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
+from estimator_mgpu.partition.tower import Chain
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 
 PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', any='LogicalOr')
@@ -45,12 +45,9 @@ def gather(
     come last, in each chain and in the batch, so one cut at the end drops what they have.
 
     Args:
-      shards: which examples each tower has.
       values: the shards, one for each tower.
-      dtype: their type.
       axis: the dimension along which they are sharded.
       dims: of the concatenation.
-      device: where the concatenation is made.
     """
     of_chains = [
         _concat_chain(shards, chain, values, dtype, axis, dims[axis]) for chain in shards.chains
@@ -96,9 +93,7 @@ def gather_selection(
     Args:
       shards: those that rows were picked from.
       values: what each tower has picked.
-      dtype: their type.
       axis: the dimension along which the rows are.
-      device: where the concatenation is made.
     """
     nodes = shards.nodes
     of_chains = []
@@ -165,13 +160,9 @@ def sum_in_slices(
     """Sums the towers' partial results in slices, on several devices, put together on one.
 
     Args:
-      shards: which examples each tower has.
       values: the partial results, one for each tower.
-      dtype: their type.
       slices: has the grid in which devices exchange slices.
-      parts: the slices.
       shape: of a partial result.
-      device: where the slices are put together.
     """
     nodes = shards.nodes
     if shards.active is not None:
@@ -251,12 +242,9 @@ def reduce_moments(
         variance = sum((m - 1) / (M - 1) * its variance + m / (M - 1) * (its mean - mean) ** 2)
 
     Args:
-      shards: which examples each tower has.
       means: vectors, one for each tower.
       variances: vectors, too; that of a tower with one entry is ignored.
-      dtype: their type.
       factor: how many entries an example has.
-      device: where they are combined.
 
     Returns:
       The mean and the unbiased variance of all entries, which is 0 for one entry.
@@ -326,7 +314,7 @@ def _stack(
     rows = nodes.concat(stacked, 0, dtype, device)  # mean, variance, mean, variance, and so on
     pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device, T=dtype)
     first = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
-    return first, other_output(first, 1)
+    return first, second_output(first)
 
 
 def _without_empty_towers(

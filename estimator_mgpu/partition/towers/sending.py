@@ -26,8 +26,6 @@ class Sender:
       values: gives these.
       packs: by the names of tensors that share a message with others.
       slices: what is cut.
-      devices: those of towers.
-      nodes: where nodes are added.
     """
 
     def __init__(

@@ -16,13 +16,6 @@ from typing import Any, NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import number_of_rows
-from estimator_mgpu.partition.micro_batches.turns import (
-    Chain,
-    Tower,
-    chains_of,
-    divide_extent,
-    static_extents,
-)
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import (
@@ -34,16 +27,23 @@ from estimator_mgpu.partition.sizes import (
     full_size,
     per_row,
 )
+from estimator_mgpu.partition.tower import (
+    Chain,
+    Tower,
+    chains_of,
+    divide_extent,
+    static_extents,
+)
 
 Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""
 
 
 class Shards:
-    """Shards of a row space, as equal as possible.
+    """Shards of a row space: `EqualShards`, or `SelectionShards`.
 
-    The rows are divided over the devices, the larger shares first, and then those of each device
-    over its turns in the same way: 9 rows, on 2 devices with 3 turns, as 2, 2, 1 and 2, 1, 1.
+    A tower *has* `counts` rows, and *computes on* its extent. That's the same, but for a tower
+    without rows, which computes on others' rows.
 
     Sizes are computed in the integer type of whoever needs them, as the model does: products are
     too large for int32 where a tensor, or something that a model counts, has more than 2 ** 31
@@ -51,16 +51,18 @@ class Shards:
 
     Args:
       rows: the row space, of the batch's examples or of others, such as those a mask leaves.
-      total: how many rows there are, an int32 scalar; None if `rows` knows.
-      towers: those that have shards.
-      nodes: where nodes are added.
       symbol_value: symbol_value(symbol, tower or None, dtype) gives the value of a size's symbol.
     """
+
+    total: Number
+    counts: Sequence[Number]  # how many rows the shard of each tower has
+    active: Sequence[str] | None = None  # whether a tower has any; None: all always have
+    _extents: Sequence[Extent]  # the rows on which each tower computes
+    _extents_of_chains: Sequence[Extent]  # and those of the towers of each chain
 
     def __init__(
         self,
         rows: RowSpace,
-        total: tf.Tensor | None,
         towers: Sequence[Tower],
         nodes: NodeBuilder,
         symbol_value: Callable[[Any, Any, tf.DType], Number],
@@ -70,53 +72,15 @@ class Shards:
         self.chains = chains_of(towers)
         self.nodes = nodes
         self._symbol_value = symbol_value
-
-        self.total: Number
-        self.counts: Sequence[Number]  # how many rows the shard of each tower has
-        self.active: Sequence[str] | None = None  # whether a tower has any; None: all always have
-        self._extents: Sequence[Extent]  # the rows on which each tower computes
-        self._extents_of_chains: Sequence[Extent]  # and those of the towers of each chain
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
-
-        self._set_extents(total)
-
-    def _set_extents(self, total: tf.Tensor | None) -> None:
-        """Finds out which rows are whose."""
-        if total is None:
-            self._set_static_extents()
-        else:
-            self._add_extents(total)
-
-    def _set_static_extents(self) -> None:
-        """If the number of rows is known, there is one for each tower, or nothing is sharded."""
-        self.total = self.rows.static or 0
-        self._extents_of_chains = divide_extent(0, self.total, len(self.chains))
-        extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
-        self._extents = extents
-        self.counts = [count for _, count in extents]
-
-    def _add_extents(self, total: tf.Tensor) -> None:
-        """Adds ops that compute the extents from the number of rows."""
-        with self.nodes.at_once(self.nodes.host, total.op):
-            extents = _Extents(tf.constant(0), total, total).divided(len(self.chains))
-            turns = len(self.chains[0])
-            if turns > 1:
-                self._extents_of_chains = extents.names()
-                rows = _Extents(*(vector[:, None] for vector in extents)).divided(turns)
-                extents = _Extents(*(tf.reshape(matrix, [-1]) for matrix in rows))
-
-            self.total = total.name
-            self.counts = _names_of_entries(extents.counts)
-            self.active = _names_of_entries(extents.counts > 0)
-            self._extents = extents.names()
 
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
         entries_per_row = self.size_value(factor, tower, dtype)
         return self._entries_of(self._extents[tower.number], entries_per_row, dtype)
 
-    def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType = tf.int32) -> Number:
+    def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType) -> Number:
         """How many entries all towers of a chain have, with `factor` entries a row."""
         entries_per_row = self.size_value(factor, None, dtype)
         extent = self._extents_of_chains[self.chains.index(chain)]
@@ -131,9 +95,7 @@ class Shards:
         size = self._multiply(row_count, entries_per_row, dtype)
         return start, size
 
-    def size_value(
-        self, size: Size, tower: Tower | None = None, dtype: tf.DType = tf.int32
-    ) -> Number:
+    def size_value(self, size: Size, tower: Tower | None, dtype: tf.DType) -> Number:
         """The value of a size, with all rows; with a tower, other dimensions are those it has."""
         if size.static is not None:
             return size.static
@@ -183,12 +145,8 @@ class Shards:
         """The same of a full value in blocks: the tower's rows of each block.
 
         Args:
-          full: the full value.
-          dtype: its type.
           axis: the dimension along which the blocks follow each other.
           dims: of the full value.
-          tower: whose shard it is.
-          device: where the shard is taken.
         """
         extent = self.extent(ONE, tower)
         blocks = self.reshape_blocks(full, dtype, axis, dims, self.total, device, apart=True)
@@ -208,12 +166,9 @@ class Shards:
         """Reshapes [blocks * rows] to [blocks, rows], or back.
 
         Args:
-          value: what is reshaped.
-          dtype: its type.
           axis: the dimension along which the blocks follow each other.
           dims: of the full value.
           row_count: how many rows each block has in what is reshaped: a tower's, or all.
-          device: where that is done.
           apart: whether blocks and rows become two dimensions, rather than one.
         """
         block_count = per_row(dims[axis], self.rows)
@@ -321,6 +276,55 @@ class Shards:
             return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
 
 
+class EqualShards(Shards):
+    """Shards that are as equal as possible.
+
+    The rows are divided over the devices, the larger shares first, and then those of each device
+    over its turns in the same way: 9 rows, on 2 devices with 3 turns, as 2, 2, 1 and 2, 1, 1.
+
+    Args:
+      total: how many rows there are, an int32 scalar; None if `rows` knows.
+      symbol_value: as in `Shards`.
+    """
+
+    def __init__(
+        self,
+        rows: RowSpace,
+        total: tf.Tensor | None,
+        towers: Sequence[Tower],
+        nodes: NodeBuilder,
+        symbol_value: Callable[[Any, Any, tf.DType], Number],
+    ):
+        super().__init__(rows, towers, nodes, symbol_value)
+        if total is None:
+            self._set_static_extents()
+        else:
+            self._add_extents(total)
+
+    def _set_static_extents(self) -> None:
+        """If the number of rows is known, there is one for each tower, or nothing is sharded."""
+        self.total = self.rows.static or 0
+        self._extents_of_chains = divide_extent(0, self.total, len(self.chains))
+        extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
+        self._extents = extents
+        self.counts = [count for _, count in extents]
+
+    def _add_extents(self, total: tf.Tensor) -> None:
+        """Adds ops that compute the extents from the number of rows."""
+        with self.nodes.at_once(self.nodes.host, total.op):
+            extents = _Extents(tf.constant(0), total, total).divided(len(self.chains))
+            turns = len(self.chains[0])
+            if turns > 1:
+                self._extents_of_chains = extents.names()
+                rows = _Extents(*(vector[:, None] for vector in extents)).divided(turns)
+                extents = _Extents(*(tf.reshape(matrix, [-1]) for matrix in rows))
+
+            self.total = total.name
+            self.counts = _names_of_entries(extents.counts)
+            self.active = _names_of_entries(extents.counts > 0)
+            self._extents = extents.names()
+
+
 class SelectionShards(Shards):
     """Shards of a selection: each tower has picked rows of its own.
 
@@ -338,15 +342,11 @@ class SelectionShards(Shards):
         origin: Shards,
         symbol_value: Callable[[Any, Any, tf.DType], Number],
     ):
-        self._sizes = sizes
-        self._origin = origin
-        super().__init__(rows, None, origin.towers, origin.nodes, symbol_value)
-
-    def _set_extents(self, total: tf.Tensor | None) -> None:
+        super().__init__(rows, origin.towers, origin.nodes, symbol_value)
         starts: list[Number] = []
         counts: list[Number] = []
         rows_before: Number = 0
-        for size, is_active in zip(self._sizes, self._flags()):
+        for size, is_active in zip(sizes, self._flags(origin)):
             counts.append(self._multiply(size, is_active, tf.int32))
             # A tower without examples computes on others' rows: on the first ones.
             starts.append(self._multiply(rows_before, is_active, tf.int32))
@@ -358,15 +358,15 @@ class SelectionShards(Shards):
         # If no tower has a row, the first one computes on none, as one device would.
         is_empty = self._binary('Equal', rows_before, 0, tf.int32)
         self.active[0] = self.nodes.add('LogicalOr', [self.active[0], is_empty], self.nodes.host)
-        self._extents = list(zip(starts, self._sizes))
+        self._extents = list(zip(starts, sizes))
         self._extents_of_chains = [self._extent_of_chain(chain) for chain in self.chains]
 
-    def _flags(self) -> list[Number]:
+    def _flags(self, origin: Shards) -> list[Number]:
         """For each tower, 1 if it has examples, otherwise 0."""
-        if self._origin.active is None:
+        if origin.active is None:
             return [1] * len(self.towers)
         host = self.nodes.host
-        return [self.nodes.cast(name, tf.bool, tf.int32, host) for name in self._origin.active]
+        return [self.nodes.cast(name, tf.bool, tf.int32, host) for name in origin.active]
 
     def _extent_of_chain(self, chain: Chain) -> Extent:
         count: Number = 0

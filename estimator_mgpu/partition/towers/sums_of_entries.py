@@ -18,10 +18,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import if_same
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Padding
 from estimator_mgpu.partition.sizes import ONE, RowSpace, RowsToLast
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
 
@@ -29,9 +29,6 @@ class SumsOfEntries:
     """How many sums towers have, and the zeros behind those of their own entries.
 
     Args:
-      graph: the user's.
-      nodes: where nodes are added.
-      shards: which examples each tower has.
       titles: what messages call sparse tensors, by the names of their indices.
       device_of_full: the device of a full value.
     """
@@ -56,10 +53,8 @@ class SumsOfEntries:
 
         Args:
           copy: the name of the copy's output.
-          dtype: its type.
           rank: how many dimensions it has.
           padding: how many sums there have to be.
-          tower: the tower.
         """
         nodes, device, host = self._nodes, tower.device, host_of(tower.device)
         size = self.size(padding.indices, tower, padding.rows)
@@ -78,7 +73,6 @@ class SumsOfEntries:
 
         Args:
           indices: the name of the tensor with the indices of the entries.
-          tower: the tower.
           rows: the row space of the sums, of which there have to be as many; None for any number.
         """
         nodes = self._nodes

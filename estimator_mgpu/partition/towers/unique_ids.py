@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, other_output
-from estimator_mgpu.partition.towers import sparse_rows
+from estimator_mgpu.partition.nodes.node_builder import second_output
 from estimator_mgpu.partition.towers.reduce_and_gather import gather_selection
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import op_types
@@ -49,47 +48,28 @@ def merge(
     Args:
       shards: those of the examples that the ids are of.
       ids: for each tower, its different ids.
-      dtype: their type.
       is_sorted: whether they are in ascending order, rather than that in which they come first.
       firsts: for each tower, the number of the entry with which each of its ids comes first, int64;
         [] if ids of a tower come before those of the next one.
-      device: where they are merged.
     """
     nodes = shards.nodes
     joined = gather_selection(shards, ids, dtype, 0, device)
     unique = nodes.add(op_types.UNIQUE, [joined], device, T=dtype, out_idx=tf.int32)
-    places = other_output(unique, 1)
+    places = second_output(unique)
     count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
     if is_sorted:
-        order = sparse_rows.order(nodes, unique, dtype, device)
+        order = nodes.argsort(unique, dtype, device)
     elif firsts:
         joined = gather_selection(shards, firsts, tf.int64, 0, device)
         first = nodes.add('UnsortedSegmentMin', [joined, places, count], device, **_types(tf.int64))
-        order = sparse_rows.order(nodes, first, tf.int64, device)
+        order = nodes.argsort(first, tf.int64, device)
     else:
         return MergedIds(unique, places, count)
 
     ranks = nodes.add('InvertPermutation', [order], device, T=tf.int32)
-    sorted_ids = sparse_rows.take(nodes, unique, dtype, order, device, tf.int32)
-    sorted_places = sparse_rows.take(nodes, ranks, tf.int32, places, device, tf.int32)
+    sorted_ids = nodes.take(unique, dtype, order, device, tf.int32)
+    sorted_places = nodes.take(ranks, tf.int32, places, device, tf.int32)
     return MergedIds(sorted_ids, sorted_places, count)
-
-
-def first_entries(
-    nodes: NodeBuilder, places: str, dtype: tf.DType, numbers: str, count: str, device: str
-) -> str:
-    """The number of the entry with which each id of a tower comes first, a vector.
-
-    Args:
-      nodes: where nodes are added.
-      places: for each of the tower's entries, the place of its id among the tower's.
-      dtype: their type.
-      numbers: for each of its entries, the entry's number among those of the batch, int64.
-      count: how many different ids it has, an int32 scalar.
-      device: where this is computed.
-    """
-    types = {**_types(tf.int64), 'Tindices': dtype}
-    return nodes.add('UnsortedSegmentMin', [numbers, places, count], device, **types)
 
 
 def add_up(
@@ -111,7 +91,7 @@ def take_first(
     numbers = nodes.add('Range', [0, size, 1], device, Tidx=tf.int32)
     inputs = [numbers, merged.places, merged.size]
     firsts = nodes.add('UnsortedSegmentMin', inputs, device, **_types(tf.int32))
-    return sparse_rows.take(nodes, joined, dtype, firsts, device, tf.int32)
+    return nodes.take(joined, dtype, firsts, device, tf.int32)
 
 
 def _types(dtype: tf.DType) -> dict[str, tf.DType]:

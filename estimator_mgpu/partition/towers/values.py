@@ -17,7 +17,6 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.messages.slices import Slices
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder, Number
 from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Shard
 from estimator_mgpu.partition.plan import (
@@ -38,7 +37,6 @@ from estimator_mgpu.partition.sizes import (
     RowSpace,
     RowsToLast,
     SelectedRows,
-    Size,
     Splits,
     UniqueRows,
     are_used_one_by_one,
@@ -46,15 +44,16 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers import (
     bits,
-    ragged_rows,
+    ragged_features,
     reduce_and_gather,
-    sparse_rows,
+    sparse_features,
     unique_ids,
 )
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.shards import SelectionShards, Shards
+from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 from estimator_mgpu.tf_internals import op_types
 
@@ -69,13 +68,9 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      division: the graph, and its plan.
-      origins: where full values come from.
       packs: by the names of tensors that share a message with others.
       packs_of_ops: by the names of small partial sums that are reduced with others of their op.
       slices: which sums are made in slices.
-      towers: those that have local values.
-      nodes: where nodes are added.
     """
 
     def __init__(
@@ -98,8 +93,10 @@ class Values:
         self._packs = packs
         self._packs_of_ops = packs_of_ops
         self._slices = slices
-        self.batch_shards = Shards(plan.rows, division.total, towers, nodes, self._symbol_value)
-        self._shards = {plan.rows: self.batch_shards}
+        self.batch_shards: Shards = EqualShards(
+            plan.rows, division.total, towers, nodes, self._symbol_value
+        )
+        self._shards: dict[RowSpace, Shards] = {plan.rows: self.batch_shards}
 
         self.full_values: dict[str, str] = {}
         """The full values that were made from local ones so far, by the names of the tensors."""
@@ -117,6 +114,10 @@ class Values:
     def copy_name(self, op_name: str, tower: Tower) -> str:
         """The name of a tower's copy of an op."""
         return self._nodes.names.copy(op_name, tower.number)
+
+    def copy_names(self, op: tf.Operation, towers: Sequence[Tower]) -> list[str]:
+        """The names of towers' copies of an op."""
+        return [self.copy_name(op.name, tower) for tower in towers]
 
     def name_of_result(self, op: tf.Operation) -> str:
         """The name of an identity that gives what one of the user's ops computes."""
@@ -159,7 +160,7 @@ class Values:
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
-            return self.entries(tensor, self._plan.entries[tensor.name], tower)
+            return self.part_of_feature(tensor, self._plan.entries[tensor.name], tower)
         return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
@@ -170,9 +171,10 @@ class Values:
         full = self._sure_of_rows(tensor, need, device)
         if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
             places = self._places(need.rows, tower)
-            return sparse_rows.take(self._nodes, full, dtype, places, device, tf.int64, need.axis)
+            return self._nodes.take(full, dtype, places, device, tf.int64, need.axis)
         if need.in_blocks:
-            dims = self._dims(tensor, need.axis, need.factor, need.rows)
+            dims = list(self._plan.sizes.dims(tensor) or [])
+            dims[need.axis] = need.factor * full_size(need.rows)
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
         if need.axis == 0 and self._waits_as_bits(tensor):
             packed = bits.pack(self._nodes, full, tensor, device)
@@ -231,7 +233,9 @@ class Values:
         has_turns = self._towers[-1].turn > 0
         return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
 
-    def entries(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
+    def part_of_feature(
+        self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower
+    ) -> str:
         """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
         if isinstance(need, RaggedRows) and tensor.name == need.splits:
             return self._row_splits(need, tower)
@@ -239,14 +243,14 @@ class Values:
         device = self.origins.device_of_full(tensor)
         dtype = tensor.dtype.base_dtype
         full = self.full(tensor)
-        if isinstance(need, SparseRows) and tensor.name in self._plan.joined:
+        if isinstance(need, SparseRows) and tensor.name in self._plan.at_others_entries:
             full = self._as_many_values(tensor, need.indices)
-        taken = sparse_rows.take(self._nodes, full, dtype, positions, device)
+        taken = self._nodes.take(full, dtype, positions, device)
         if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
         shards = self.shards_of(need.rows)
         columns = tensor.shape.as_list()[1]
-        return sparse_rows.count_from_first(
+        return sparse_features.count_from_first(
             shards, taken, dtype, columns, need.factor, tower, device
         )
 
@@ -274,9 +278,9 @@ class Values:
         shards = self.shards_of(need.rows)
         if isinstance(need, RaggedRows):
             bounds, device = self._bounds_of_rows(need)
-            return ragged_rows.positions(shards, bounds, tower, device)
+            return ragged_features.positions(shards, bounds, tower, device)
         indices = self._graph.get_tensor_by_name(need.indices)
-        return sparse_rows.positions(
+        return sparse_features.positions(
             shards,
             self.full(indices),
             indices.dtype,
@@ -289,7 +293,7 @@ class Values:
         """The row splits of a tower's rows."""
         bounds, device = self._bounds_of_rows(need)
         dtype = self._graph.get_tensor_by_name(need.splits).dtype
-        splits = ragged_rows.row_splits(self.shards_of(need.rows), bounds, tower, device)
+        splits = ragged_features.row_splits(self.shards_of(need.rows), bounds, tower, device)
         return self._nodes.cast(splits, tf.int64, dtype, device)
 
     def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
@@ -297,7 +301,7 @@ class Values:
         values = self._graph.get_tensor_by_name(need.values)
         splits = self._graph.get_tensor_by_name(need.splits)
         device = self.origins.device_of_full(splits)
-        bounds = ragged_rows.bounds(
+        bounds = ragged_features.bounds(
             self._nodes,
             self.full(splits),
             splits.dtype,
@@ -309,7 +313,7 @@ class Values:
         return bounds, device
 
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
-        """Where a tower's rows are among all of a selection, if these may be in any order."""
+        """For each of a tower's rows, its place in the full value, if rows may be in any order."""
         if isinstance(rows, Entries):
             return self._positions_of_entries(self._plan.entries[rows.name], tower)
         host = self._nodes.host
@@ -319,14 +323,14 @@ class Values:
         return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
 
     def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
-        """For each row of a selection, its place where the towers' rows follow one another."""
+        """How the joined rows of all towers are put in order: an argsort of their `_numbers`."""
         numbers = [self._numbers(rows, tower) for tower in self._towers]
         origin = self.shards_of(rows.origin)
         joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
-        return sparse_rows.order(self._nodes, joined, tf.int64, device)
+        return self._nodes.argsort(joined, tf.int64, device)
 
     def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
-        """The number of each of a tower's rows: in the batch, a row comes after smaller ones."""
+        """For each of a tower's rows, a number that grows along the full value."""
         if isinstance(rows, Entries):
             return self._positions_of_entries(self._plan.entries[rows.name], tower)
         assert rows.picked_from is not None
@@ -334,7 +338,7 @@ class Values:
         picked = self._graph.get_tensor_by_name(rows.name)
         local = self.local(picked, tower)
         vector = self._nodes.add('Reshape', [local, [-1]], tower.device, T=picked.dtype)
-        return sparse_rows.take(self._nodes, numbers, tf.int64, vector, tower.device, picked.dtype)
+        return self._nodes.take(numbers, tf.int64, vector, tower.device, picked.dtype)
 
     def counted_from_first(
         self,
@@ -349,15 +353,12 @@ class Values:
         Args:
           tensor: the user's.
           indices: what the tower has of it, counted from the first row of all.
-          need: of the tower.
-          tower: the tower.
-          device: where this is computed.
         """
         shards = self.shards_of(need.rows)
         dims = self._plan.sizes.dims(tensor) or []
         columns = dims[-1].static if len(dims) > 1 else 1
         assert columns is not None, 'the rule knows how long an index is'
-        return sparse_rows.count_from_first(
+        return sparse_features.count_from_first(
             shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
         )
 
@@ -367,12 +368,6 @@ class Values:
         dtype = tensor.dtype.base_dtype
         shards = self.shards_of(need.rows)
         return reduce_and_gather.reduce(shards, values, dtype, need.reduce, self._towers[0].device)
-
-    def _dims(self, tensor: tf.Tensor, axis: int, factor: Size, rows: RowSpace) -> list[Size]:
-        """The dimensions of a full value that has `factor` entries a row along an axis."""
-        dims = list(self._plan.sizes.dims(tensor) or [])
-        dims[axis] = factor * full_size(rows)
-        return dims
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
@@ -387,7 +382,9 @@ class Values:
             self._shards[rows] = self._shards_of_selection(rows)
         if rows not in self._shards:
             total = self._count_rows(rows) if rows.static is None else None
-            self._shards[rows] = Shards(rows, total, self._towers, self._nodes, self._symbol_value)
+            self._shards[rows] = EqualShards(
+                rows, total, self._towers, self._nodes, self._symbol_value
+            )
         return self._shards[rows]
 
     def _count_rows(self, rows: RowSpace) -> tf.Tensor:
@@ -453,8 +450,8 @@ class Values:
             )
             if not rows.is_ordered:
                 order = self._order_of_entries(rows, device)
-                gathered = sparse_rows.take(
-                    self._nodes, gathered, dtype, order, device, tf.int32, placement.axis
+                gathered = self._nodes.take(
+                    gathered, dtype, order, device, tf.int32, placement.axis
                 )
             return {name: gathered}
 
@@ -468,7 +465,6 @@ class Values:
 
         Args:
           tensor: the user's.
-          device: one.
           is_for_all: whether all devices reduce it, each for itself: then not in slices.
         """
         placement = self._plan.placements[tensor.name]
@@ -520,20 +516,14 @@ class Values:
         if rows.picked_from is None:
             return []
         _, places = ids.op.outputs
+        types = {'T': tf.int64, 'Tindices': places.dtype, 'Tnumsegments': tf.int32}
         firsts = []
         for tower in self._towers:
-            types = {'T': ids.dtype, 'out_type': tf.int32}
-            count = self._nodes.add('Size', [self.local(ids, tower)], tower.device, **types)
-            firsts.append(
-                unique_ids.first_entries(
-                    self._nodes,
-                    self.local(places, tower),
-                    places.dtype,
-                    self._numbers(rows.picked_from, tower),
-                    count,
-                    tower.device,
-                )
+            count = self._nodes.add(
+                'Size', [self.local(ids, tower)], tower.device, T=ids.dtype, out_type=tf.int32
             )
+            inputs = [self._numbers(rows.picked_from, tower), self.local(places, tower), count]
+            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device, **types))
         return firsts
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
@@ -611,7 +601,7 @@ class Values:
                 if tower is not None:  # It's asked for on the tower's machine.
                     host = host_of(tower.device)
             else:
-                vector = self._entries(tensor, dtype)
+                vector = self._as_vector(tensor, dtype)
                 index = symbol.position
             types = {'Tparams': dtype, 'Tindices': tf.int32}
             return self._nodes.add('Gather', [vector, index], host, **types)
@@ -624,11 +614,7 @@ class Values:
             for tower in self._towers:
                 local = self.local(tensor, tower)
                 entries.append(self._nodes.add('Gather', [local, position], tower.device, **types))
-            host = self._nodes.host
-            vector = self._nodes.add('Pack', entries, host, T=tensor.dtype, N=len(entries))
-            types = {'T': tensor.dtype, 'Tidx': tf.int32}
-            largest = self._nodes.add('Max', [vector, 0], host, **types)
-            return self._nodes.cast(largest, tensor.dtype, dtype, host)
+            return self._largest(entries, tensor.dtype, dtype)
 
     def _longest_row(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """How many values the longest row has, of row splits, or of what towers have of rows."""
@@ -638,7 +624,7 @@ class Values:
             host = nodes.host
             if not isinstance(placement, Positions):
                 device = self.origins.device_of_full(tensor)
-                longest = ragged_rows.longest(nodes, self.full(tensor), tensor.dtype, device)
+                longest = ragged_features.longest(nodes, self.full(tensor), tensor.dtype, device)
                 return nodes.cast(longest, tensor.dtype, dtype, host)
             shards = self.shards_of(placement.rows)
             of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
@@ -647,15 +633,20 @@ class Values:
                 rows = self.local(tensor, tower)
                 count = nodes.scalar(count, tensor.dtype)
                 of_towers.append(
-                    ragged_rows.most_in_a_row(
+                    ragged_features.most_in_a_row(
                         nodes, rows, tensor.dtype, count, host_of(tower.device)
                     )
                 )
-            vector = nodes.add('Pack', of_towers, host, T=tf.int64, N=len(of_towers))
-            largest = nodes.add('Max', [vector, 0], host, T=tf.int64, Tidx=tf.int32)
-            return nodes.cast(largest, tf.int64, dtype, host)
+            return self._largest(of_towers, tf.int64, dtype)
 
-    def _entries(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
+    def _largest(self, scalars: Sequence[str], source: tf.DType, dtype: tf.DType) -> str:
+        """The largest of some scalars, in another type than theirs."""
+        host = self._nodes.host
+        vector = self._nodes.add('Pack', scalars, host, T=source, N=len(scalars))
+        largest = self._nodes.add('Max', [vector, 0], host, T=source, Tidx=tf.int32)
+        return self._nodes.cast(largest, source, dtype, host)
+
+    def _as_vector(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""
         tensor_dtype = tensor.dtype.base_dtype
         host = self._nodes.host

@@ -30,9 +30,7 @@ from estimator_mgpu.partition.order.accesses import makers_of_state
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.plan import (
     LOCAL,
-    Constant,
-    FullSizes,
-    LocalShape,
+    OF_SIZES,
     Need,
     Plan,
     Reduced,
@@ -48,7 +46,6 @@ class Waits:
 
     Args:
       ops: the user's, each after those that it depends on.
-      plan: which ops are sharded.
       order: in which the graph touched state, before identities were bypassed.
       origins: which full values are made of what towers have.
     """
@@ -126,7 +123,6 @@ class Waits:
 
         Args:
           op: the call, branch or loop; of a loop of TensorFlow 1, the `Enter` of the variable.
-          tensor: the variable.
         """
         writes = self._order.writes_to(set(makers_of_state([tensor])))
         waits = self._order.ops_for(writes & self._order.must_come_before(op), op)
@@ -162,8 +158,8 @@ class Waits:
             waited_for = union(missing, waited_for)
         return ops
 
-    def effects(self, replacements: Sequence[tf.Tensor]) -> int:
-        """The bits of all side effects that running a tensor's op has to run.
+    def effects_of(self, replacements: Sequence[tf.Tensor]) -> int:
+        """The bits of all side effects that come with a tensor.
 
         Args:
           replacements: the tensor, and what one rewrite after another uses in its place.
@@ -299,7 +295,7 @@ class Waits:
         stack: list[tf.Operation] = []
         for op in sharded:
             for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
-                if not isinstance(need, (LocalShape, Constant, FullSizes)):
+                if not isinstance(need, OF_SIZES):
                     stack += self._user_ops_of([tensor])
         while stack:
             op = stack.pop()
@@ -320,7 +316,7 @@ class Waits:
 
     def _bits_of_need(self, op: tf.Operation, tensor: tf.Tensor, need: Need) -> int:
         """The bits of what a copy of an op is given for a tensor."""
-        if isinstance(need, (LocalShape, Constant, FullSizes)):
+        if isinstance(need, OF_SIZES):
             return 0  # The tensor itself isn't used.
         # In a loop of TensorFlow 1, a full value is what each tower has, and a variable's value
         # enters by a copy of its `Enter`.

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.turns import Tower
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.sizes import ONE
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
 
@@ -32,13 +32,8 @@ def bounds(
     """Where rows begin, and where the last one ends: row splits from 0 to the number of values.
 
     Args:
-      nodes: where nodes are added.
-      splits: the row splits.
-      dtype: their type.
       values: those of all rows.
-      value_dtype: their type.
       value_device: where they are.
-      device: where this is computed.
     """
     between = nodes.add('StridedSlice', [splits, [1], [-1], [1]], device, T=dtype, Index=tf.int32)
     between = nodes.cast(between, dtype, tf.int64, device)
@@ -53,11 +48,15 @@ def positions(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
 
     It's an error if a tower's rows end before they begin.
     """
-    ends = _extent(shards, tower)
+    nodes = shards.nodes
+    start, size = shards.extent(ONE, tower)
+    first_row = nodes.scalar(start, tf.int32)
+    end_row = nodes.add('AddV2', [first_row, size], nodes.host, T=tf.int32)
+
     types = {'Tparams': tf.int64, 'Tindices': tf.int32}
-    first, last = [shards.nodes.add('Gather', [bounds, row], device, **types) for row in ends]
-    one = shards.nodes.scalar(1, tf.int64)
-    return shards.nodes.add('Range', [first, last, one], device, Tidx=tf.int64)
+    first = nodes.add('Gather', [bounds, first_row], device, **types)
+    end = nodes.add('Gather', [bounds, end_row], device, **types)
+    return nodes.add('Range', [first, end, nodes.scalar(1, tf.int64)], device, Tidx=tf.int64)
 
 
 def row_splits(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
@@ -84,20 +83,10 @@ def most_in_a_row(nodes: NodeBuilder, rows: str, dtype: tf.DType, count: str, de
     """How many values the longest row has: an int64 scalar.
 
     Args:
-      nodes: where nodes are added.
       rows: in which row each value is, a vector.
-      dtype: its type.
       count: how many rows there are, a scalar of the same type.
-      device: where this is computed.
     """
     none = nodes.const([], tf.int64, nodes.host)
     types = {'Tidx': dtype, 'T': tf.int64}
     lengths = nodes.add('DenseBincount', [rows, count, none], device, **types)
     return nodes.add('Max', [lengths, [0]], device, T=tf.int64, Tidx=tf.int32)
-
-
-def _extent(shards: Shards, tower: Tower) -> tuple[str, str]:
-    """A tower's first row, and the one behind its last one: int32 scalars."""
-    start, size = shards.extent(ONE, tower)
-    first = shards.nodes.scalar(start, tf.int32)
-    return first, shards.nodes.add('AddV2', [first, size], shards.nodes.host, T=tf.int32)

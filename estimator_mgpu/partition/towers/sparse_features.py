@@ -1,7 +1,5 @@
 """Each tower's rows of a `SparseTensor`, whose indices and values are full values.
 
-This isn't about sparse gradients: see `reduce_and_gather`.
-
 In: the names of the indices and of the values. Out: the names of those of the tower's rows. For
 example, the second tower has the examples from 3 on:
 
@@ -13,9 +11,8 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.turns import Tower
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, other_output
 from estimator_mgpu.partition.sizes import Size, full_size
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
 
@@ -27,12 +24,8 @@ def positions(
     What is in no row, and lets ops fail, counts as of the first or the last row: they fail still.
 
     Args:
-      shards: which examples each tower has.
       indices: those of all entries, a matrix.
-      dtype: the indices' type.
       factor: how many rows an example has.
-      tower: the tower.
-      device: where this is computed.
     """
     nodes = shards.nodes
     start, size = shards.extent(factor, tower, dtype)
@@ -63,28 +56,6 @@ def positions(
     return nodes.add('Reshape', [found, [-1]], device, T=tf.int64)
 
 
-def take(
-    nodes: NodeBuilder,
-    full: str,
-    dtype: tf.DType,
-    entries: str,
-    device: str,
-    position_dtype: tf.DType = tf.int64,
-    axis: int = 0,
-) -> str:
-    """The indices, or the values, of the entries at these positions."""
-    types = {'Tparams': dtype, 'Tindices': position_dtype, 'Taxis': tf.int32}
-    return nodes.add('GatherV2', [full, entries, axis], device, **types)
-
-
-def order(nodes: NodeBuilder, numbers: str, dtype: tf.DType, device: str) -> str:
-    """Where each of different numbers is, the smallest one first: an int32 vector."""
-    negative = nodes.add('Neg', [numbers], device, T=dtype)
-    count = nodes.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
-    largest = nodes.add('TopKV2', [negative, count], device, T=dtype)
-    return other_output(largest, 1)
-
-
 def count_from_first(
     shards: Shards,
     indices: str,
@@ -97,13 +68,9 @@ def count_from_first(
     """The indices of a tower's entries, with rows counted from the tower's first one.
 
     Args:
-      shards: which examples each tower has.
       indices: as in the full value.
-      dtype: their type.
       column_count: how many dimensions the sparse tensor has.
       factor: how many rows an example has.
-      tower: the tower.
-      device: where this is computed.
     """
     start, _ = shards.extent(factor, tower, dtype)
     if start == 0:

@@ -85,7 +85,6 @@ def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
     """Raises an error if gradients of `ys` with respect to `xs` may go through a changed model.
 
     Args:
-      graph: the graph.
       ys: of which the gradients are taken.
       xs: by which.
       stopped: tensors at which gradients stop.
