@@ -348,7 +348,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     sources = []
     for trial in trials:
         sources += [trial.examples, *trial.sources.values()]
-    ops = topological_order(dependents(sources, frozenset()))
+    ops = list(topological_order(dependents(sources, frozenset())))
 
     rows = RowSpace('batch', static)
     total = tf.placeholder(tf.int32, []) if static is None else None
@@ -357,5 +357,5 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     division = Division(graph, total=total, devices=devices, results=results)
     division.plan = propagate(sources, [], ops, rows, RULES, HEAVY, frozenset(), {})
     place_ops(division)
-    division.order = Order(graph.get_operations())
+    division.order = Order(graph)
     return build_towers(division)

@@ -100,7 +100,7 @@ def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
                 continue
             # A divided graph may have no path from something in the middle of the model.
             in_middle = any(map(model.has, older))
-            if in_middle or not older.isdisjoint(graphs.ancestors(through, by_control=False)):
+            if in_middle or not older.isdisjoint(graphs.ancestors(through, graphs.data_inputs)):
                 raise ValueError(
                     f'tf.gradients of {y.name} was called after the model_fn had returned, and '
                     'would go through ops that the model_fn made. The graph is divided by then, or '

@@ -82,7 +82,7 @@ def _recompute(division: Division) -> None:
 
 
 def _find_order(division: Division) -> None:
-    division.order = Order(division.graph.get_operations())
+    division.order = Order(division.graph)
 
 
 def _plan(division: Division) -> None:

@@ -244,12 +244,12 @@ class Sizes:
         value = np.array(VALUE_FUNCTIONS[op.type](tensor, *inputs), object)
         if value.size > LARGEST_COMPUTED:
             raise UnknownSize(f'{tensor.name} is too large')
-        for position, entry in enumerate(value.flat):
+        legal = _RANGES[tensor.dtype.base_dtype]
+        for position, entry in enumerate(value.ravel().tolist()):
             if entry is None:
                 value.flat[position] = self._symbol(tensor, position)
-        legal = _RANGES[tensor.dtype.base_dtype]
-        if not all(_is_in(legal, size) for size in value.flat):
-            raise UnknownSize(f'{tensor.name} overflows')
+            elif not _is_in(legal, entry):
+                raise UnknownSize(f'{tensor.name} overflows')
         return value
 
     def _symbols(self, tensor: tf.Tensor) -> ndarray | None:
@@ -274,7 +274,8 @@ def _constant(tensor: tf.Tensor) -> ndarray:
 
 def _is_in(legal: range, size: Size) -> bool:
     """Whether a size can be computed in a type of that range, without overflow."""
-    number = size.number if size.static is None else size.static
+    static = size.static
+    number = size.number if static is None else static
     return legal.start <= number < legal.stop
 
 

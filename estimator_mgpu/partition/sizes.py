@@ -28,6 +28,11 @@ class RowSpace:
     name: str
     static: int | None  # how many rows there are, if the graph knows
 
+    @functools.cached_property
+    def size(self) -> Size:
+        """The number of rows that all towers have together."""
+        return Size(1, (self,))
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SelectedRows(RowSpace):
@@ -292,7 +297,7 @@ ONE = known(1)
 
 def full_size(rows: RowSpace) -> Size:
     """The number of rows that all towers have together."""
-    return Size(1, (rows,))
+    return rows.size
 
 
 def product(sizes: Sequence[Size]) -> Size:

@@ -27,7 +27,8 @@ LARGEST_COMPUTED = 4096  # entries computed of sizes, such as those of all featu
 def to_sizes(numbers: Any) -> ndarray:
     """An array of `Size`, of an array of integers."""
     array = np.asarray(numbers)
-    return np.array([known(int(number)) for number in array.flat], object).reshape(array.shape)
+    sizes = [known(int(number)) for number in array.ravel().tolist()]
+    return np.array(sizes, object).reshape(array.shape)
 
 
 def _numbers(values: ndarray) -> Any:
@@ -86,7 +87,7 @@ def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:
 
 
 def _pack(tensor: tf.Tensor, *values: ndarray) -> ndarray:
-    return _numpy(np.stack, values, tensor.op.get_attr('axis'))
+    return _numpy(np.stack, values, tensor.op.node_def.attr['axis'].i)
 
 
 def _unpack(tensor: tf.Tensor, x: ndarray) -> Any:

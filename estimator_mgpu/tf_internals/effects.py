@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
-from estimator_mgpu.tf_internals.upstream import upstream_bits
 
 
 class _Declaration(NamedTuple):
@@ -46,6 +44,18 @@ def _declaration_of_type(op_type: str) -> _Declaration | None:
 
 def _read_declaration(definition: Any) -> _Declaration:
     return _Declaration(_takes_references(definition), definition.is_stateful)
+
+
+def type_may_have_side_effects(op_type: str) -> bool:
+    """Whether an op of this type may have a side effect."""
+    declared = _declaration_of_type(op_type)
+    return declared is None or declared.takes_references or declared.is_stateful
+
+
+def type_may_give_references(op_type: str) -> bool:
+    """Whether an output of an op of this type may be a reference."""
+    definition = private.op_definition(op_type)
+    return definition is None or any(argument.is_ref for argument in definition.output_arg)
 
 
 def maker_of_state(handle: tf.Tensor) -> tf.Operation:
@@ -138,16 +148,3 @@ def is_assertion(op: tf.Operation) -> bool:
 
 def _takes_references(definition: Any) -> bool:
     return any(argument.is_ref for argument in definition.input_arg)
-
-
-def upstream_side_effects(
-    order: Sequence[tf.Operation], also: Sequence[str]
-) -> dict[tf.Operation, int]:
-    """For each op, the ops with side effects that it depends on, and itself, as bits of an int.
-
-    Args:
-      order: the ops that are looked at, each after those that it depends on.
-      also: types of further ops that count as if they had side effects.
-    """
-    has_effect = [op for op in order if has_side_effect(op) or op.type in also]
-    return upstream_bits(order, {op: 1 << index for index, op in enumerate(has_effect)})

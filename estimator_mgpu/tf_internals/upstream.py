@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.graphs import begins_steps
+from estimator_mgpu.tf_internals.graphs import Inputs, begins_steps
 from estimator_mgpu.tf_internals.liveness import Branch, Condition, Liveness
 
 
@@ -21,14 +21,14 @@ def union(first: int, second: int) -> int:
 
 
 def upstream_bits(
-    order: Sequence[tf.Operation],
+    order: Mapping[tf.Operation, Inputs],
     bits: Mapping[tf.Operation, int],
     certain: CertainWaits | None = None,
 ) -> dict[tf.Operation, int]:
     """For each op, its bits and those of all ops that it depends on.
 
     Args:
-      order: the ops that are looked at, each after those that it depends on.
+      order: the ops that are looked at, as `topological_order` gives them.
       bits: of the ops that are looked for.
       certain: to find only what has run whenever an op has. By default, it's all that running the
         op runs, before or after it.
@@ -37,13 +37,13 @@ def upstream_bits(
     is_complete = False
     while not is_complete:
         is_complete = True
-        for op in order:
-            of_inputs = [upstream.get(operand.op, 0) for operand in op.inputs]
-            of_controls = [upstream.get(before, 0) for before in op.control_inputs]
+        for op, befores in order.items():
+            of_befores = [upstream.get(before, 0) for before in befores]
             if certain is not None:
-                waited_for = certain.waited_for(op, of_inputs, of_controls)
+                count = len(op.inputs)
+                waited_for = certain.waited_for(op, of_befores[:count], of_befores[count:])
             else:
-                waited_for = union_of([*of_inputs, *of_controls])
+                waited_for = union_of(of_befores)
                 if waited_for and op.type in op_types.FED:
                     waited_for = 0
             found = union(waited_for, bits.get(op, 0))

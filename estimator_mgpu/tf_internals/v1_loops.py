@@ -21,13 +21,17 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from graphlib import TopologicalSorter
 from typing import NamedTuple, Union
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.graphs import begins_steps, direct_inputs, is_way_back
+from estimator_mgpu.tf_internals.graphs import (
+    begins_steps,
+    direct_inputs,
+    is_way_back,
+    sorted_by_inputs,
+)
 from estimator_mgpu.tf_internals.liveness import Frame, Liveness
 
 
@@ -246,6 +250,8 @@ def entered(tensor: tf.Tensor) -> tf.Tensor:
 
 def with_loops(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[OpOrLoop]:
     """The ops, each after those that it depends on, with loops in the place of their ops."""
+    if not loops:
+        return sorted_by_inputs({op: direct_inputs(op) for op in ops})
     loop_of = {op: loop for loop in loops for op in loop.all_ops}
     inputs: dict[OpOrLoop, list[OpOrLoop]] = {}
     for op in ops:
@@ -254,4 +260,4 @@ def with_loops(ops: Iterable[tf.Operation], loops: Sequence[V1Loop]) -> list[OpO
             begins = op_or_loop.enters if isinstance(op_or_loop, V1Loop) else [op]
             sources = [source for begin in begins for source in direct_inputs(begin)]
             inputs[op_or_loop] = [loop_of.get(source, source) for source in sources]
-    return [op for op in TopologicalSorter(inputs).static_order() if op in inputs]
+    return sorted_by_inputs(inputs)

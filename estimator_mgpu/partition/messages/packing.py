@@ -18,13 +18,13 @@ are safe only if that is not noticed. Tensors share a pack if all of these are t
 Moreover, no tower's op may lie between two tensors of a pack, since the graph would then have a
 cycle. Therefore only two kinds of tensors are packed (`_candidates`): values that depend on no
 example, such as those of variables; and partial sums on which no tower's op depends. Tensors that
-the first value of a variable may depend on are left out (`_needed_by_first_writes`).
+the first value of a variable may depend on are left out (`_first_writes`).
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -36,9 +36,9 @@ from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import FULL, Plan
 from estimator_mgpu.partition.sizes import RowSpace, UniqueRows
 from estimator_mgpu.tf_internals import graphs, op_types
-from estimator_mgpu.tf_internals.effects import upstream_side_effects
-from estimator_mgpu.tf_internals.graphs import dependents
+from estimator_mgpu.tf_internals.graphs import Inputs, dependents
 from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.upstream import upstream_bits
 
 _PACKED_TYPES = (tf.float32, tf.float64, tf.float16, tf.bfloat16)
 _LARGEST = 1 << 16  # bytes of a tensor: copying a larger one costs more than its message
@@ -82,13 +82,15 @@ class Pack:
 
 
 def find_packs(
-    division: Division, ops: Sequence[tf.Operation], device_of_full: Callable[[tf.Tensor], str]
+    division: Division,
+    ops: Mapping[tf.Operation, Inputs],
+    device_of_full: Callable[[tf.Tensor], str],
 ) -> dict[str, Pack]:
     """Returns the pack of each tensor that is in one, by its name.
 
     Args:
       division: the graph, its plan, and the order in which it touches state.
-      ops: the user's, each after those that it depends on.
+      ops: the user's, as `topological_order` gives them.
       device_of_full: gives the device of a tensor's value for the global batch.
     """
     order = division.order
@@ -99,10 +101,18 @@ def find_packs(
     if not calls:
         return {}
 
-    ops_of_calls = [graphs.ancestors([gradient.op for gradient in call]) for call in calls]
-    before_first_values = _needed_by_first_writes(calls, ops_of_calls, order)
+    def ancestors(of: Iterable[tf.Operation]) -> set[tf.Operation]:
+        return graphs.ancestors(of, ops.__getitem__)
+
+    ops_of_calls = [ancestors(gradient.op for gradient in call) for call in calls]
+    before_first_values = ancestors(_first_writes(calls, ops_of_calls, order))
     needed = set().union(*ops_of_calls)
-    effects = upstream_side_effects([op for op in ops if op in needed], op_types.PLACEHOLDERS)
+    placeholders = graphs.ops_of_types(division.graph, op_types.PLACEHOLDERS)
+    noticed = enumerate([*order.ops_with_effects(), *placeholders])
+    effects = upstream_bits(
+        {op: befores for op, befores in ops.items() if op in needed},
+        {op: 1 << index for index, op in noticed},
+    )
 
     candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(division.plan)}
     groups: dict[Hashable, list[tf.Tensor]] = {}
@@ -132,17 +142,17 @@ def _is_small(tensor: tf.Tensor) -> bool:
     return 0 < bytes_of(tensor) <= _LARGEST
 
 
-def _needed_by_first_writes(
+def _first_writes(
     calls: Sequence[Sequence[tf.Tensor]],
     ops_of_calls: Sequence[set[tf.Operation]],
     order: Order,
-) -> set[tf.Operation]:
-    """The ops that may run while some variables have no value yet.
+) -> list[tf.Operation]:
+    """The writes that may be the first of a variable: before them, some have no value yet.
 
     An initial value may be computed from the batch and from another variable. A pack of what it
-    needs would read variables that aren't initialized. So ops count that a write to a variable
-    depends on, unless the write depends on gradients. Writes to variables that no gradient needs,
-    such as moving averages, don't count: otherwise nothing before these could be packed.
+    needs would read variables that aren't initialized. So each write to a variable counts, unless
+    it depends on gradients. Writes to variables that no gradient needs, such as moving averages,
+    don't count: otherwise nothing before these could be packed.
     """
     variables = {op for call in ops_of_calls for op in call if op.outputs and not op.inputs}
     after_gradients = set(dependents([g for call in calls for g in call], frozenset()))
@@ -153,7 +163,7 @@ def _needed_by_first_writes(
             written = {operand.op for operand in op.inputs if graphs.is_handle(operand)}
             if written & variables:
                 first_writes.append(op)
-    return graphs.ancestors(first_writes)
+    return first_writes
 
 
 def _inner_shape(tensor: tf.Tensor) -> list[int]:

@@ -21,7 +21,11 @@ from collections.abc import Iterable, Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, maker_of_state
+from estimator_mgpu.tf_internals.effects import (
+    has_side_effect,
+    maker_of_state,
+    type_may_give_references,
+)
 
 
 def makers_of_state(tensors: Iterable[tf.Tensor]) -> Iterator[tf.Operation]:
@@ -64,13 +68,16 @@ def _arguments(call: tf.Operation, body: tf.Graph) -> dict[tf.Operation, tf.Tens
     return {argument.op: operand for argument, operand in zip(body.inputs, call.inputs[first:])}
 
 
-def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
+def read_by_users(graph: tf.Graph, ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
     """By name, the tensors whose users read variables by them, with these variables.
 
     Args:
-      ops: each after those that it depends on.
+      graph: one, or that of a function.
+      ops: those that are looked at, each after those that it depends on.
     """
     read: dict[str, set[tf.Operation]] = {}
+    if not any(map(_may_begin_late_reads, graphs.types_of(graph))):
+        return read
     for op in ops:
         for output in op.outputs:
             if graphs.is_reference_variable(output):
@@ -87,6 +94,10 @@ def read_by_users(ops: Iterable[tf.Operation]) -> dict[str, set[tf.Operation]]:
                 for output in op.outputs:
                     read.setdefault(output.name, variables)
     return read
+
+
+def _may_begin_late_reads(op_type: str) -> bool:
+    return op_type in op_types.FUNCTION_CALLERS or type_may_give_references(op_type)
 
 
 def asks_for_value(op: tf.Operation) -> bool:

@@ -137,7 +137,7 @@ class _Changed:
         self.liveness = Liveness(all_ops)
         step = graphs.ancestors(results)
         self.ops = graphs.topological_order([op for op in all_ops if op in step])
-        self.behind = read_by_users(self.ops)
+        self.behind = read_by_users(graph, self.ops)
 
         self.instances = defaultdict[str, list[tf.Operation]](list)
         for op in self.ops:

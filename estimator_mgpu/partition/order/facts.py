@@ -58,7 +58,7 @@ class Facts:
         ops = graph.get_operations()
         in_order = graphs.topological_order(ops)
         liveness = Liveness(ops)
-        behind = read_by_users(in_order)
+        behind = read_by_users(graph, in_order)
         self.names = {op.name for op in ops}
         self.may_be_dead = {op.name for op in ops if liveness.may_be_dead(op)}
         self.in_loops = {op.name for op in liveness.in_loops}

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -39,6 +39,7 @@ from estimator_mgpu.partition.order.accesses import (
     written_state,
 )
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private, tracebacks
+from estimator_mgpu.tf_internals.graphs import Inputs
 from estimator_mgpu.tf_internals.liveness import Liveness
 from estimator_mgpu.tf_internals.upstream import CertainWaits, upstream_bits
 
@@ -70,7 +71,8 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
       outside of a loop or a branch can wait for what is in it, the order stays open.
     """
     # In the order in which they were made, as chance mustn't decide which edge closes a cycle.
-    step = dict.fromkeys(sorted(graphs.ancestors(results), key=private.creation_index))
+    inputs = graphs.inputs_upstream(results)
+    step = {op: inputs[op] for op in sorted(inputs, key=private.creation_index)}
     accesses = {maker: found for maker, found in _accesses(step) if _may_be_open(found)}
     if not accesses:
         return []
@@ -140,14 +142,14 @@ def _may_be_open(accesses: Sequence[_Access]) -> bool:
 
 
 def _open_pairs(
-    step: Collection[tf.Operation],
+    step: dict[tf.Operation, Inputs],
     accesses: dict[tf.Operation, list[_Access]],
     liveness: Liveness,
 ) -> list[tuple[tf.Operation, tf.Operation, tf.Operation]]:
     """The pairs whose order is open: the state, the op that is to come first, the other one."""
     touching = dict.fromkeys(access.op for found in accesses.values() for access in found)
     bits = {op: 1 << index for index, op in enumerate(touching)}
-    in_order = graphs.topological_order(list(step))
+    in_order = graphs.in_topological_order(step)
     upstream = waited_for = upstream_bits(in_order, bits)
     if any(op.type in op_types.MERGE for op in in_order):
         waited_for = upstream_bits(in_order, bits, CertainWaits(liveness, bits))
@@ -211,7 +213,7 @@ def _ends(
 
 
 def _without_cycles(
-    step: Collection[tf.Operation],
+    step: Mapping[tf.Operation, Inputs],
     edges: Sequence[tuple[tf.Operation, tf.Operation]],
     liveness: Liveness,
 ) -> Iterator[tuple[tf.Operation, tf.Operation]]:
@@ -221,9 +223,9 @@ def _without_cycles(
         return liveness.outermost_loop(op) or op
 
     inputs: dict[Any, dict[Any, None]] = defaultdict(dict)
-    for op in step:
+    for op, befores in step.items():
         user = op_or_frame(op)
-        before = map(op_or_frame, graphs.direct_inputs(op))
+        before = map(op_or_frame, befores)
         inputs[user].update(dict.fromkeys(other for other in before if other != user))
     between = {edge: (op_or_frame(edge[0]), op_or_frame(edge[1])) for edge in edges}
     distinct = list(dict.fromkeys(between.values()))

@@ -14,7 +14,7 @@ A placeholder waits for nothing: TensorFlow drops what a tensor waits for if it'
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -25,7 +25,11 @@ from estimator_mgpu.partition.order.accesses import (
     written_state,
 )
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types
-from estimator_mgpu.tf_internals.effects import has_side_effect, is_unordered
+from estimator_mgpu.tf_internals.effects import (
+    has_side_effect,
+    is_unordered,
+    type_may_have_side_effects,
+)
 from estimator_mgpu.tf_internals.graphs import topological_order
 from estimator_mgpu.tf_internals.liveness import Frame, Liveness
 from estimator_mgpu.tf_internals.upstream import (
@@ -40,7 +44,7 @@ class Order:
     """Which ops that touch state each op of a graph waits for, as bits of an int.
 
     Args:
-      ops: all of a graph, as it is now.
+      graph: one, as it is now.
 
     Attributes:
       liveness: of the graph.
@@ -49,7 +53,8 @@ class Order:
       late_reads: the bits of the ops that read variables late, as `accesses` says.
     """
 
-    def __init__(self, ops: Sequence[tf.Operation]):
+    def __init__(self, graph: tf.Graph):
+        ops = graph.get_operations()
         self.liveness = Liveness(ops)
         self.effects = 0
         self.late_reads = 0
@@ -61,13 +66,15 @@ class Order:
         self._writes: dict[tf.Operation, int] = defaultdict(int)
 
         order = topological_order(ops)
-        self._behind = read_by_users(order)
-        branches = graphs.ops_of_types(ops[0].graph, op_types.BRANCHES) if ops else []
+        self._behind = read_by_users(graph, order)
+        branches = graphs.ops_of_types(graph, op_types.BRANCHES)
         candidates = self.liveness.after_control_flow.union(branches)
         self._not_waited_for = {op for op in candidates if not self._can_be_waited_for(op)}
         users = {user for op in self._not_waited_for for user in graphs.consumers_of(op)}
+        candidates = users.union(self._may_touch_state(graph))
         for op in order:
-            self._classify(op, op in users and self._ends_control_flow(op))
+            if op in candidates:
+                self._classify(op, op in users and self._ends_control_flow(op))
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
@@ -181,14 +188,15 @@ class Order:
                     within &= ~self.upstream(end)
         return list(dict.fromkeys(found))
 
-    def _let_enters_wait(self, ops: Sequence[tf.Operation]) -> None:
+    def _let_enters_wait(self, ops: Iterable[tf.Operation]) -> None:
         """Notes what loops of TensorFlow 1 have to wait for where they begin.
 
         Nothing in a loop can wait for an op outside, so the loop begins after it. All of its
         `Enter` ops wait: whoever comes after the loop relies on that, also if the body never runs.
         """
         within = defaultdict[Frame, int](int)  # the bits of a loop's ops
-        ops_in_loops = [op for op in ops if self.liveness.frame(op)]
+        candidates = self.liveness.after_control_flow
+        ops_in_loops = [op for op in ops if op in candidates and self.liveness.frame(op)]
         for op in ops_in_loops:
             within[self.liveness.outermost_loop(op)] |= self.bits(op)
         for op in ops_in_loops:
@@ -200,6 +208,18 @@ class Order:
             for enter in self.liveness.enters(op):
                 self._needed_by_loops[enter] |= needed
                 self._upstream[enter] = union(upstream, self._upstream[enter])
+
+    def _may_touch_state(self, graph: tf.Graph) -> set[tf.Operation]:
+        """The only ops that may have a side effect or read a variable."""
+        types = [
+            op_type
+            for op_type in graphs.types_of(graph)
+            if op_type in op_types.VALUE_READS or type_may_have_side_effects(op_type)
+        ]
+        late_readers = {
+            user for name in self._behind for user in graph.get_tensor_by_name(name).consumers()
+        }
+        return late_readers.union(graphs.ops_of_types(graph, types))
 
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)

@@ -58,7 +58,7 @@ def read_after_writes(division: Division) -> None:
                 private.set_input(op, index, read)
                 has_changed = True
     if has_changed:
-        division.order = Order(division.graph.get_operations())
+        division.order = Order(division.graph)
 
 
 class _Reads:

@@ -67,7 +67,7 @@ def _examples_change_steps(body: Any) -> bool:
     for argument, output in zip(body.inputs, body.outputs):
         if output is argument or not output.dtype.is_floating or _is_only_added_to(argument):
             continue
-        if any(map(_sums_over_first, graphs.ancestors([output.op], by_control=False))):
+        if any(map(_sums_over_first, graphs.ancestors([output.op], graphs.data_inputs))):
             return True
     return False
 
@@ -103,7 +103,7 @@ def _examples_decide(condition: Any, body: Any) -> bool:
     needed = {condition.outputs[0].op}
     while needed:
         # A check that is waited for may reduce, but decides nothing.
-        ops = graphs.ancestors(list(needed), by_control=False) - visited
+        ops = graphs.ancestors(list(needed), graphs.data_inputs) - visited
         if any(op.type in op_types.REDUCTIONS for op in ops):
             return True
         visited |= ops

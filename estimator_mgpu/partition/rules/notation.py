@@ -152,7 +152,8 @@ def axes_of(op: tf.Operation, source: int | str, sizes: Sizes, count: int) -> li
       NotSharded: if they aren't known before the step runs.
     """
     if isinstance(source, str):
-        numbers = op.get_attr(source)
+        attr = op.node_def.attr[source]  # It takes a third of the time of `get_attr`, or less.
+        numbers = attr.list.i if attr.HasField('list') else attr.i
     else:
         numbers = require(sizes.numbers(op.inputs[source]))
     if not count:
@@ -315,7 +316,8 @@ class TextRule(NamedTuple):
 
         lengths = _lengths_of_capitals(input_words, input_dims)
         input_labels = [
-            _labels(one, len(dims), lengths) for one, dims in zip(input_words, input_dims)
+            _labels(one, len(dims), tuple(lengths.items()))
+            for one, dims in zip(input_words, input_dims)
         ]
         output_labels = [
             _output_labels(one, tensor, sizes, lengths)
@@ -394,12 +396,16 @@ def _lengths_of_capitals(
     return lengths
 
 
-def _labels(one: str, count: int, lengths: Mapping[str, int]) -> tuple[Label, ...]:
+@functools.cache
+def _labels(
+    one: str, count: int, lengths_of_capitals: tuple[tuple[str, int], ...]
+) -> tuple[Label, ...]:
     """A label for each of `count` dimensions, if the word can have as many.
 
     'nS' of 3 dimensions is ('n', 'S2', 'S1'): a capital is counted from the last, so that inputs of
     fewer dimensions have the same labels as those that they are broadcast to.
     """
+    lengths = dict(lengths_of_capitals)
     marks = _MARK.findall(one)
     # The mark that stands for what others leave: an ellipsis, otherwise a capital.
     flexible = '...' if '...' in marks else _capitals(one)[:1]
@@ -423,8 +429,8 @@ def _output_labels(
     if one == '*':
         return (None,) * (tensor.shape.rank or 0)
     if '...' in one:
-        return _labels(one, rank(tensor, sizes), lengths)
-    return _labels(one, sum(lengths.get(mark, 1) for mark in one), lengths)
+        return _labels(one, rank(tensor, sizes), tuple(lengths.items()))
+    return _labels(one, sum(lengths.get(mark, 1) for mark in one), tuple(lengths.items()))
 
 
 def _operands(

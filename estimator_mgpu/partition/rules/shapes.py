@@ -228,9 +228,11 @@ def _slice_labels(
     stride = require(sizes.entries(op.inputs[3]))
 
     attrs = op.node_def.attr
+    names = ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
+    masks = {name: attrs[f'{name}_mask'].i for name in names}
 
     def is_set(mask: str, position: int) -> bool:
-        return bool(attrs[f'{mask}_mask'].i >> position & 1)
+        return bool(masks[mask] >> position & 1)
 
     positions = range(len(begin))
     ellipses = [i for i in positions if is_set('ellipsis', i)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -168,8 +168,7 @@ def build_towers(division: Division) -> Towers:
 
     nodes, values, waits, control_inputs = collected
     nodes.build({*values.full_values.values()})
-    for op in plan.order:
-        _use_full_values(op, values)
+    _use_full_values(graph, plan, values)
     for op, names in control_inputs.items():
         _set_control_inputs(op, names)
     op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in division.replaced})
@@ -194,7 +193,7 @@ class _Collected(NamedTuple):
 
 def _collect_nodes(
     division: Division,
-    ops: Sequence[tf.Operation],
+    ops: Mapping[tf.Operation, graphs.Inputs],
     result_ops: Set[tf.Operation],
     scope: str,
     towers: Sequence[Tower],
@@ -202,7 +201,7 @@ def _collect_nodes(
     """Collects the nodes of towers, without a change to the graph.
 
     Args:
-      ops: those of the graph, each after those that it depends on.
+      ops: those of the graph, as `topological_order` gives them.
       result_ops: those that give what steps are run for.
       scope: a word for the names of all nodes.
     """
@@ -336,12 +335,15 @@ def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> lis
     return names
 
 
-def _use_full_values(op: tf.Operation, values: Values) -> None:
-    """Gives full values to one of the user's ops."""
-    for index, tensor in enumerate(list(op.inputs)):
-        name = values.full_values.get(tensor.name)
-        if name is not None:
-            private.set_input(op, index, op.graph.get_tensor_by_name(name))
+def _use_full_values(graph: tf.Graph, plan: Plan, values: Values) -> None:
+    """Gives full values to those of the user's ops that use what towers have."""
+    replaced = map(graph.get_tensor_by_name, values.full_values)
+    users = {user for tensor in replaced for user in tensor.consumers()}
+    for op in filter(users.__contains__, plan.order):
+        for index, tensor in enumerate(op.inputs):
+            name = values.full_values.get(tensor.name)
+            if name is not None:
+                private.set_input(op, index, graph.get_tensor_by_name(name))
 
 
 def _set_control_inputs(op: tf.Operation, names: Sequence[str]) -> None:

@@ -74,6 +74,8 @@ class Shards:
         self._symbol_value = symbol_value
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
+        # Those of slices, with the types of their integers.
+        self._extents_with_types: dict[tuple[Size, int], tuple[Extent, tf.DType]] = {}
 
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
@@ -136,8 +138,16 @@ class Shards:
         self, full: str, dtype: tf.DType, axis: int, factor: Size, tower: Tower, device: str
     ) -> str:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
-        index = index_type(factor * full_size(self.rows))
-        return self.cut(full, dtype, axis, self.extent(factor, tower, index), device, index)
+        extent, index = self._extent_with_type(factor, tower)
+        return self.cut(full, dtype, axis, extent, device, index)
+
+    def _extent_with_type(self, factor: Size, tower: Tower) -> tuple[Extent, tf.DType]:
+        """A tower's extent, and the type of its integers: found once for all that is sliced."""
+        key = factor, tower.number
+        if key not in self._extents_with_types:
+            index = index_type(factor * full_size(self.rows))
+            self._extents_with_types[key] = self.extent(factor, tower, index), index
+        return self._extents_with_types[key]
 
     def slice_of_blocks(
         self, full: str, dtype: tf.DType, axis: int, dims: Sequence[Size], tower: Tower, device: str

@@ -21,7 +21,7 @@ In: a plan, and the order in which the user's graph touches state. Out: ops to w
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -50,7 +50,7 @@ class Waits:
       origins: which full values are made of what towers have.
     """
 
-    def __init__(self, ops: Sequence[tf.Operation], plan: Plan, order: Order, origins: Origins):
+    def __init__(self, ops: Collection[tf.Operation], plan: Plan, order: Order, origins: Origins):
         self._plan = plan
         self._order = order
         self._origins = origins
@@ -81,7 +81,7 @@ class Waits:
             again = [op for op in ops if op in changed]
             self._visit_all(graphs.topological_order(again, self._reads_to_wait_for))
 
-    def _visit_all(self, ops: Sequence[tf.Operation]) -> None:
+    def _visit_all(self, ops: Collection[tf.Operation]) -> None:
         """Decides what ops wait for, each after those that it depends on."""
         ways_back = [op for op in ops if op.type in op_types.NEXT_ITERATION]
 
@@ -230,7 +230,7 @@ class Waits:
         self._waited_for[op] = union(self._order.bits(op), bits)
 
     def _find_reads_to_wait_for(
-        self, ops: Sequence[tf.Operation]
+        self, ops: Iterable[tf.Operation]
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """For each tower's gradient, its own reads for which it waits, so that the write needn't.
 

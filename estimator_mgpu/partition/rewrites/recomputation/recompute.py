@@ -69,7 +69,7 @@ def recompute_activations(
       existing_ops: names of ops that were there before the model_fn, which stay as they are.
     """
     step = StepOps(inputs, loss, results, existing_ops)
-    order = Order(graph.get_operations())
+    order = Order(graph)
     forward = Forward(step, order)
     uses = uses_of_copies(step, forward)
     gradients = gradients_before_segments(step, uses, forward, order)
