@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from graphlib import CycleError, TopologicalSorter
+from graphlib import CycleError
 from typing import Any, Protocol
 
 import tensorflow.compat.v1 as tf
@@ -82,11 +82,12 @@ def _problems(
     names: AddedNames | None,
     devices: Sequence[str],
 ) -> Iterator[str]:
-    cycle = _cycle(graph)
-    if cycle:
-        yield f'These wait for each other: {" -> ".join(cycle)}.'
+    try:
+        order = graphs.topological_order(graph.get_operations())
+    except CycleError as error:
+        yield f'These wait for each other: {" -> ".join(op.name for op in error.args[1])}.'
         return
-    changed = _Changed(facts, graph, results, names, devices)
+    changed = _Changed(facts, order, results, names, devices)
     yield from _unordered(facts, changed)
     yield from _sent_too_early(facts, changed)
     yield from _repeated_or_lost(facts, changed, results)
@@ -95,26 +96,12 @@ def _problems(
     yield from _other_towers(facts, changed)
 
 
-def _cycle(graph: tf.Graph) -> list[str]:
-    """The names of ops that wait for each other; a loop's way back apart."""
-    ways_back = op_types.NEXT_ITERATION
-    inputs = {
-        op.name: [] if op.type in ways_back else [b.name for b in graphs.direct_inputs(op)]
-        for op in graph.get_operations()
-    }
-    try:
-        TopologicalSorter(inputs).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
 class _Changed:
     """A changed graph.
 
     Args:
       facts: of the graph, as it was.
-      graph: as it is now.
+      order: the ops of the graph as it is now, each after those that it waits for.
       results: the ops of what steps are run for now.
       names: tell which op is a copy of which.
       devices: that of each tower.
@@ -132,17 +119,16 @@ class _Changed:
     def __init__(
         self,
         facts: Facts,
-        graph: tf.Graph,
+        order: Sequence[tf.Operation],
         results: Sequence[tf.Operation],
         names: AddedNames | None,
         devices: Sequence[str],
     ):
         self._names = names
         self._names_before = facts.names
-        all_ops = graph.get_operations()
-        self.liveness = Liveness(all_ops)
+        self.liveness = Liveness(order)
         step = graphs.ancestors(results)
-        self.ops = graphs.topological_order([op for op in all_ops if op in step])
+        self.ops = [op for op in order if op in step]
         self.behind = read_by_users(self.ops)
 
         self.instances = defaultdict[str, list[tf.Operation]](list)
