@@ -2,7 +2,7 @@
 #
 #   make digits   trains samples/digits.py on two devices
 #   make test     builds the wheel, installs it and tests what is installed
-#   make setup    installs what make test needs
+#   make setup    installs what make test needs; make wheel, only the wheel
 #   make test-gpu runs the core tests on eight GPUs, or on the parts of one
 #   make coverage says which lines and branches of the package the tests run
 #   make lint     ruff and mypy
@@ -17,20 +17,22 @@ TF ?=
 DEVICES ?= 2
 # More arguments for pytest, such as ARGS='-k gradients'.
 ARGS ?=
-# One process for tests more than this machine has cores, as tests of clusters mostly wait.
-WORKERS ?= 3
+# Two processes for tests more than this machine has cores, as tests of clusters mostly wait.
+WORKERS ?= 4
 
 python := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 venv := .venv/python$(python)-tensorflow$(or $(TF),-newest)
 pins := $(if $(TF),'tensorflow==$(TF).*' 'tf-keras==$(TF).*')
 pip := $(venv)/bin/python -m pip --disable-pip-version-check -q -q
+# Python compiles a module when it's first imported, which most never are.
+install := $(pip) install --no-compile
 # The directory itself stands for the files that are added or removed.
 sources := pyproject.toml setup.cfg setup.py $(shell find estimator_mgpu -name '*.py' -o -type d ! -name __pycache__)
 
 # The tests are for the installed copy, whatever the caller's path says.
 unexport PYTHONPATH
 
-.PHONY: digits setup test test-gpu coverage lint matrix docs dist clean
+.PHONY: digits wheel setup test test-gpu coverage lint matrix docs dist clean
 .DELETE_ON_ERROR:
 
 digits: $(venv)/samples.stamp
@@ -42,9 +44,11 @@ test: $(venv)/test.stamp
 
 setup: $(venv)/test.stamp
 
+wheel: $(venv)/wheel.stamp
+
 # Beside the CPU-only TensorFlow, CUDA's own libraries: another 4 GB. Messages are counted on CPUs.
 test-gpu: $(venv)/test.stamp
-	$(pip) install 'tensorflow[and-cuda]' $(pins)
+	$(install) 'tensorflow[and-cuda]' $(pins)
 	cd $(venv) && bin/pytest -q -m core -k 'not messages_of' --gpus=8 $(ARGS) $(CURDIR)/tests
 
 # This takes one and a half times as long as the tests, so not every change has to pass it. It also counts
@@ -76,14 +80,14 @@ clean:
 # A wheel of the same version replaces the one that is installed only by force. What it requires,
 # and an extra's requirements, are then looked up, and installed only where they are missing.
 $(venv)/%.stamp: $(venv)/wheel.stamp
-	$(pip) install "$$(ls $(venv)/dist/*.whl)[$*]" $(pins)
+	$(install) "$$(ls $(venv)/dist/*.whl)[$*]" $(pins)
 	touch $@
 
 $(venv)/wheel.stamp: $(venv)/bin/pip $(sources)
 	rm -rf build $(venv)/dist
 	$(pip) wheel --no-deps --wheel-dir $(venv)/dist .
 	rm -rf build *.egg-info
-	$(pip) install --no-deps --force-reinstall $(venv)/dist/*.whl
+	$(install) --no-deps --force-reinstall $(venv)/dist/*.whl
 	touch $@
 
 $(venv)/bin/pip:
@@ -91,4 +95,4 @@ $(venv)/bin/pip:
 	3.9 or later, such as python3.12.")'
 	@echo 'Setting up $(venv): 3 GB, some minutes.'
 	$(PYTHON) -m venv $(venv)
-	$(pip) install --upgrade pip
+	$(install) --upgrade pip

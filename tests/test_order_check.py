@@ -225,35 +225,40 @@ def writes(op):
     return op.type.startswith(('Assign', 'Apply', 'ResourceApply', 'LookupTableInsert'))
 
 
-def pairs_in_order(ops):
+def inputs_in_order(ops):
+    """What ops directly wait for, operands first: of each op after those that it waits for."""
+    return {op: graphs.direct_inputs(op) for op in graphs.topological_order(list(ops))}
+
+
+def pairs_in_order(inputs):
     """Pairs of ops of which the second waits for the first, and one writes what both touch.
 
     It has to wait whichever branches are taken.
     """
-    touching = {op: variables_of(op) for op in ops if variables_of(op)}
+    touching = {op: variables for op in inputs if (variables := variables_of(op))}
     found = set()
     for op in touching:
-        for other in graphs.ancestors([op]) & touching.keys() - {op}:
+        for other in ancestors_in(inputs, [op]) & touching.keys() - {op}:
             if touching[op] & touching[other] and (writes(op) or writes(other)):
                 found.add((other, op))
-    for waits in steps_by_branches(ops):
-        before = {b: ancestors_in(waits, b) for b in touching if b in waits}
+    for waits in steps_by_branches(inputs):
+        before = {b: ancestors_in(waits, [b]) for b in touching if b in waits}
         found = {(a, b) for a, b in found if not {a, b} <= waits.keys() or a in before[b]}
     return found
 
 
-def steps_by_branches(ops):
+def steps_by_branches(inputs):
     """For each way that the branches can go: the ops that run, and what each of them waits for."""
     decided = {}  # by branch: what decides which way it goes
-    for op in ops:
+    for op in inputs:
         if op.type == 'Switch' and op.inputs[1].op.type != 'LoopCond':
             decided[op] = predicate_of(op)
     predicates = sorted(set(decided.values()), key=lambda op: op.name)
     for ways in itertools.product((0, 1), repeat=len(predicates)):
-        yield what_runs(ops, decided, dict(zip(predicates, ways)))
+        yield what_runs(inputs, decided, dict(zip(predicates, ways)))
 
 
-def what_runs(ops, decided, way_of):
+def what_runs(inputs, decided, way_of):
     """The ops that run if each predicate's switches go one way, and what each of them waits for."""
     waits = {}
 
@@ -262,18 +267,19 @@ def what_runs(ops, decided, way_of):
         taken = goes is None or tensor.value_index == way_of[goes]
         return tensor.op.type == 'NextIteration' or (tensor.op in waits and taken)
 
-    for op in graphs.topological_order(list(ops)):
-        inputs = [tensor.op for tensor in op.inputs if has_value(tensor)]
-        missing = len(op.inputs) - len(inputs) + len(set(op.control_inputs) - waits.keys())
-        if not missing or (op.type == 'Merge' and inputs):
-            waits[op] = [*inputs, *op.control_inputs]
-    ways_back = [op for op in ops if op.type == 'NextIteration']
-    return {**waits, **{op: graphs.direct_inputs(op) for op in ways_back}}
+    for op, befores in inputs.items():
+        operands = [tensor.op for tensor in op.inputs if has_value(tensor)]
+        controls = befores[len(op.inputs) :]
+        missing = len(op.inputs) - len(operands) + len(set(controls) - waits.keys())
+        if not missing or (op.type == 'Merge' and operands):
+            waits[op] = [*operands, *controls]
+    ways_back = [op for op in inputs if op.type == 'NextIteration']
+    return {**waits, **{op: inputs[op] for op in ways_back}}
 
 
-def ancestors_in(waits, op):
-    seen = {op}
-    stack = [op]
+def ancestors_in(waits, ops):
+    seen = set(ops)
+    stack = list(seen)
     while stack:
         new = set(waits[stack.pop()]) - seen
         seen |= new
@@ -289,21 +295,23 @@ def predicate_of(switch):
     return op
 
 
-def state_of(graph, results, in_order):
+def state_of(inputs, results, in_order):
     """What a mutant must not lose: pairs in order, what results run, and writes after the batch."""
-    step_ops = graphs.ancestors(results)
+    step_ops = ancestors_in(inputs, results)
     pairs = {
-        p for p in pairs_in_order(step_ops) if (in_place_of(p[0]), in_place_of(p[1])) in in_order
+        p
+        for p in pairs_in_order({op: befores for op, befores in inputs.items() if op in step_ops})
+        if (in_place_of(p[0]), in_place_of(p[1])) in in_order
     }
     with_effects = ('PyFunc', 'EagerPyFunc')
     run = {
         (result.name, op.name)
         for result in results
-        for op in graphs.ancestors([result])
+        for op in ancestors_in(inputs, [result])
         if writes(op) or op.type in with_effects
     }
-    batch = [op for op in step_ops if op.type == 'IteratorGetNext']
-    held = {op.name for op in step_ops if writes(op) and graphs.ancestors([op]) & {*batch}}
+    batch = {op for op in step_ops if op.type == 'IteratorGetNext'}
+    held = {op.name for op in step_ops if writes(op) and ancestors_in(inputs, [op]) & batch}
     return pairs | run | held
 
 
@@ -314,15 +322,16 @@ def test_each_edge_that_matters_is_missed_by_the_check(name, towers, behavior):
     model_fn = MODELS[name]
     with built(model_fn, BATCHES, 0, TRAIN, epochs=1) as (spec, _):
         ops = tf.get_default_graph().get_operations()
-        in_order = {(a.name, b.name) for a, b in pairs_in_order(ops)}
+        in_order = {(a.name, b.name) for a, b in pairs_in_order(inputs_in_order(ops))}
 
     with divided(model_fn, **towers) as made:
         in_order |= {(pair.first, pair.second) for pair in made.step.open_pairs}
         assert made.complaint() == ''
-        whole = state_of(made.graph, made.results, in_order)
+        inputs = inputs_in_order(graphs.ancestors(made.results))
+        whole = state_of(inputs, made.results, in_order)
         mutants = [
             (op, before)
-            for op in graphs.ancestors(made.results)
+            for op in inputs
             for before in op.control_inputs
             if not op.type.startswith(NOT_TRIED) and not before.type.startswith(NOT_TRIED)
             if not uses_taken_apart(before)
@@ -330,8 +339,9 @@ def test_each_edge_that_matters_is_missed_by_the_check(name, towers, behavior):
         assert mutants
         for op, before in mutants:
             others = [other for other in op.control_inputs if other is not before]
+            fewer = {**inputs, op: [*(tensor.op for tensor in op.inputs), *others]}
+            lost = whole - state_of(fewer, made.results, in_order)
             with waiting_for(op, others):
-                lost = whole - state_of(made.graph, made.results, in_order)
                 complaint = made.complaint()
             # What gives a loop its variables is waited for, though no edge of one op says so.
             is_spare = before.name.startswith('batch/') and not lost

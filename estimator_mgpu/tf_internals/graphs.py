@@ -332,7 +332,7 @@ def sorted_by_inputs(inputs: Mapping[Node, Sequence[Node]]) -> list[Node]:
       inputs: by node, what it waits for: such nodes, or others, which aren't in the result.
 
     Raises:
-      CycleError: if nodes wait for each other.
+      CycleError: if nodes wait for each other; its second argument lists them.
     """
     users: dict[Node, list[Node]] = {}
     for node, befores in inputs.items():
@@ -349,7 +349,7 @@ def sorted_by_inputs(inputs: Mapping[Node, Sequence[Node]]) -> list[Node]:
                 ready.append(user)
 
     if len(ready) < len(users):
-        raise CycleError('nodes of a graph wait for each other')
+        TopologicalSorter(inputs).prepare()  # It raises an error, which says what the cycle is.
     return [node for node in ready if node in inputs]
 
 

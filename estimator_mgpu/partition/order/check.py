@@ -19,8 +19,8 @@ In: a finished graph, and what became of it. Out: an error that says what is wro
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from graphlib import CycleError, TopologicalSorter
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError
 from typing import Any, Protocol
 
 import tensorflow.compat.v1 as tf
@@ -79,11 +79,12 @@ def _problems(
     names: AddedNames | None,
     devices: Sequence[str],
 ) -> Iterator[str]:
-    cycle = _cycle(graph)
-    if cycle:
-        yield f'These wait for each other: {" -> ".join(cycle)}.'
+    try:
+        order = graphs.topological_order(graph.get_operations())
+    except CycleError as error:
+        yield f'These wait for each other: {" -> ".join(op.name for op in error.args[1])}.'
         return
-    changed = _Changed(facts, graph, results, names, devices)
+    changed = _Changed(facts, graph, order, results, names, devices)
     yield from _unordered(facts, changed)
     yield from _sent_too_early(facts, changed)
     yield from _repeated_or_lost(facts, changed, results)
@@ -92,29 +93,18 @@ def _problems(
     yield from _other_towers(facts, changed)
 
 
-def _cycle(graph: tf.Graph) -> list[str]:
-    """The names of ops that wait for each other; a loop's way back apart."""
-    ways_back = op_types.NEXT_ITERATION
-    inputs = {
-        op.name: [] if op.type in ways_back else [b.name for b in graphs.direct_inputs(op)]
-        for op in graph.get_operations()
-    }
-    try:
-        TopologicalSorter(inputs).prepare()
-    except CycleError as error:
-        return error.args[1]
-    return []
-
-
 class _Changed:
     """A changed graph.
 
     Args:
+      facts: of the graph, as it was.
+      graph: as it is now.
+      order: its ops, as `topological_order` gives them.
       results: the ops of what steps are run for now.
       names: tell which op is a copy of which.
 
     Attributes:
-      ops: those that steps run, each after those that it waits for.
+      ops: those that steps run, each after those that it waits for, and with these.
       instances: by the name of an op that touches state, the ops that do what it did.
       waited_for: the bits of the instances that have run whenever an op has.
       bits: of each instance.
@@ -127,16 +117,16 @@ class _Changed:
         self,
         facts: Facts,
         graph: tf.Graph,
+        order: Mapping[tf.Operation, graphs.Inputs],
         results: Sequence[tf.Operation],
         names: AddedNames | None,
         devices: Sequence[str],
     ):
         self._names = names
         self._names_before = facts.names
-        all_ops = graph.get_operations()
-        self.liveness = Liveness(all_ops)
+        self.liveness = Liveness(graph.get_operations())
         step = graphs.ancestors(results)
-        self.ops = graphs.topological_order([op for op in all_ops if op in step])
+        self.ops = {op: befores for op, befores in order.items() if op in step}
         self.behind = read_by_users(graph, self.ops)
 
         self.instances = defaultdict[str, list[tf.Operation]](list)
@@ -161,10 +151,10 @@ class _Changed:
         for number, device in enumerate(devices):
             self._by_device[device] |= 1 << number
         self.towers: dict[tf.Operation, int] = {}
-        for op in self.ops:
+        for op, befores in self.ops.items():
             tower = self.tower(op)
             towers = 0 if tower is None else 1 << tower
-            for before in graphs.direct_inputs(op) if tower is None else ():
+            for before in befores if tower is None else ():
                 towers = union(self.towers.get(before, 0), towers)
             self.towers[op] = towers
 
