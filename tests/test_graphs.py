@@ -1,6 +1,7 @@
 """Searches in a graph."""
 
 import random
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -73,3 +74,23 @@ def test_ops_of_types_are_in_the_order_in_which_they_were_made():
         tf.exp(second)
         assert graphs.ops_of_types(graph, ['Neg', 'Const']) == [first.op, negative.op, second.op]
         assert graphs.ops_of_types(graph, ['Enter']) == []
+
+
+@pytest.mark.parametrize('seed', range(20))
+def test_nodes_are_sorted_as_graphlib_sorts_them(seed):
+    """Nodes may wait for one twice, and for nodes that aren't among them."""
+    rng = random.Random(seed)
+    nodes = rng.sample(range(30), 30)
+    inputs = {
+        node: rng.choices(nodes[:place], k=rng.randrange(4))
+        for place, node in enumerate(nodes)
+        if place
+    }
+    expected = [node for node in TopologicalSorter(inputs).static_order() if node in inputs]
+    assert graphs.sorted_by_inputs(inputs) == expected
+
+
+def test_nodes_that_wait_for_each_other_are_named():
+    with pytest.raises(CycleError) as raised:
+        graphs.sorted_by_inputs({'a': ['c'], 'b': ['a'], 'c': ['b'], 'd': ['a']})
+    assert set(raised.value.args[1]) == {'a', 'b', 'c'}

@@ -24,9 +24,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import HOST
 from estimator_mgpu.partition.once_devices import device_of
-from estimator_mgpu.partition.order.accesses import writes_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, tracebacks
-from estimator_mgpu.tf_internals.effects import has_side_effect
+from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 

@@ -58,6 +58,23 @@ def type_may_give_references(op_type: str) -> bool:
     return definition is None or any(argument.is_ref for argument in definition.output_arg)
 
 
+def writes_state(op: tf.Operation) -> bool:
+    """Whether an op, or a function that it calls, may write to any variable or table.
+
+    `accesses.written_state` says to which ones that the op is given.
+    """
+    if not has_side_effect(op) or op.type in op_types.STATE_QUERIES:
+        return False
+    if op.type in op_types.FUNCTION_CALLERS:
+        bodies = function_calls.function_graphs(op)
+        if not bodies:  # It may write or not.
+            return True
+        return any(writes_state(inner) for body in bodies for inner in body.get_operations())
+    makers = [maker_of_state(operand) for operand in op.inputs if graphs.is_handle(operand)]
+    arguments = op_types.PLACEHOLDERS  # of a function
+    return any(maker.type in (*op_types.STATE_HOLDERS, *arguments) for maker in makers)
+
+
 def maker_of_state(handle: tf.Tensor) -> tf.Operation:
     """The op that makes the state that a tensor refers to; in a function, an argument."""
     # An op such as Assign gives on the reference that it's given, as do those of loops.

@@ -55,12 +55,6 @@ def written_state(op: tf.Operation) -> set[tf.Operation]:
     return written
 
 
-def writes_state(op: tf.Operation) -> bool:
-    """Whether an op writes to a variable or a table, or in a function to what it's given."""
-    holders = (*op_types.STATE_HOLDERS, *op_types.PLACEHOLDERS)
-    return any(state.type in holders for state in written_state(op))
-
-
 def _arguments(call: tf.Operation, body: tf.Graph) -> dict[tf.Operation, tf.Tensor]:
     """What a function's arguments, `Placeholder` ops, are given by an op that calls it."""
     # The first input of a branch says which one is taken.

@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.order.accesses import written_state
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
-from estimator_mgpu.tf_internals.effects import has_side_effect, maker_of_state
+from estimator_mgpu.tf_internals.effects import has_side_effect, writes_state
 from estimator_mgpu.tf_internals.liveness import Liveness
 
 
@@ -88,13 +87,8 @@ def _waiting_for_arguments(
 def _follows_from_write(call: tf.Operation) -> bool:
     """Whether an op that a call depends on writes to a variable that the call is given."""
     handles = [operand for operand in call.inputs if graphs.is_handle(operand)]
-    writes = [
-        op
-        for handle in handles
-        for op in _users_of_variable(handle)
-        if op is not call and maker_of_state(handle) in written_state(op)
-    ]
-    return call in graphs.descendants(writes)
+    writes = [op for handle in handles for op in _users_of_variable(handle) if writes_state(op)]
+    return call in graphs.descendants([op for op in writes if op is not call])
 
 
 def _users_of_variable(handle: tf.Tensor) -> Iterator[tf.Operation]:
