@@ -162,7 +162,7 @@ def count_clicks(model, target, devices):
         crossing = [
             (machine_of(message.source), machine_of(message.target), message.name)
             for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF)
-            if ':' in message.name and machine_of(message.source) != machine_of(message.target)
+            if message.is_tensor and machine_of(message.source) != machine_of(message.target)
         ]
         config = tf.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
@@ -277,14 +277,15 @@ def count_on_devices(name, count, machines=1):
     sent, received = collections.Counter(), collections.Counter()
     of_machines = collections.Counter()
     messages = 0
-    for source, target, size, _ in traffic.messages(results, HOST):
+    for message in traffic.messages(results, HOST):
+        source, target = message.source, message.target
         if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
-            sent[source] += size
-            received[target] += size
+            sent[source] += message.size
+            received[target] += message.size
             messages += 1
             if machine_of(source) != machine_of(target):
-                of_machines['sent', machine_of(source)] += size
-                of_machines['received', machine_of(target)] += size
+                of_machines['sent', machine_of(source)] += message.size
+                of_machines['received', machine_of(target)] += message.size
     busiest = max(of_machines.values(), default=0) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
     ops = len(graph.get_operations())

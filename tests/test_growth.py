@@ -55,7 +55,7 @@ def calls_to_divide(model, count):
 
 
 @pytest.mark.no_cover
-@pytest.mark.parametrize(('model', 'count'), [(numeric_columns, 50), (embedding_columns, 20)])
+@pytest.mark.parametrize(('model', 'count'), [(numeric_columns, 100), (embedding_columns, 20)])
 def test_calls_grow_with_the_model(model, count, behavior):
     """From n to 2n features, as many calls are added as from 2n to 3n, but for 3%.
 

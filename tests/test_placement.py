@@ -211,9 +211,11 @@ def test_imported_nodes_keep_their_devices():
 
 
 def test_other_imports_are_as_ever():
-    """An import by `import_nodes` leaves nothing behind."""
+    """An import by `import_nodes` leaves nothing behind, also if it has failed."""
     with tf.Graph().as_default() as graph:
         one = tf.constant(1, name='one')
+        with pytest.raises(tf.errors.InvalidArgumentError, match='one'):
+            import_nodes(graph, nodes_to_import(), {})
         import_nodes(graph, nodes_to_import(), {'one:0': one})
         first = tf.no_op()
         with tf.device(CPUS[2]), tf.control_dependencies([first]):

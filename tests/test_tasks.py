@@ -376,9 +376,8 @@ def test_all_are_told_of_the_end(task, chief, pads, monkeypatch, tmp_path):
     monkeypatch.setattr(sys, 'last_value', ValueError('Boo'), raising=False)
     chief.end._at_exit()
     assert ending.read(str(tmp_path))[:3] == (task.incarnation, 'ValueError: Boo', 1)
-    chief.end._noted_exit.was_seen = (
-        True  # That error wasn't the end: sys.exit(pytest.main()), say.
-    )
+    # That error wasn't the end: sys.exit(pytest.main()), say.
+    chief.end._noted_exit.was_seen = True
     chief.end._at_exit()
     assert ending.read(str(tmp_path))[:3] == (task.incarnation, None, 3)
     pads[PS] = Pad(cluster=cluster, version=version())

@@ -32,10 +32,10 @@ _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be start
 
 
 class EndOfChief:
-    """The end of this process, which is the chief.
+    """The end of this process, which is the chief: `Watch` and `ChiefSigterm` may end it, too.
 
     Attributes:
-      main_thread_ends: whether the main thread, without TensorFlow, is about to end the process.
+      main_thread_ends: whether the main thread has left TensorFlow, and is ending the process.
     """
 
     def __init__(self, task: Task, leadership: Leadership) -> None:
@@ -82,13 +82,13 @@ class EndOfChief:
         def tell() -> None:
             self.tell(None if status == SIGTERM_STATUS else error, status)
 
-        end = time.monotonic() + LONGEST_TELLING
+        deadline = time.monotonic() + LONGEST_TELLING
         try:
             threads = [threading.Thread(target=action, daemon=True) for action in (log, tell)]
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(max(0, end - time.monotonic()))
+                thread.join(max(0, deadline - time.monotonic()))
         finally:
             os._exit(status)
 
@@ -99,15 +99,15 @@ class EndOfChief:
           error: the error that it ends by, as text; None if it ends without one.
           status: its exit status.
         """
-        end = Ending(self._task.incarnation, error, status)
-        self._tell_tasks(end)
+        how = Ending(self._task.incarnation, error, status)
+        self._tell_tasks(how)
         if self._leadership.replaced_on:
             return
         untold = tuple(self._task.addresses[name] for name in self._untold())
-        end = end._replace(at=time.time(), untold=untold)
+        how = how._replace(at=time.time(), untold=untold)
         for model_dir in self._leadership.model_dirs:
             with contextlib.suppress(tf.errors.OpError):
-                ending.write(model_dir, end)
+                ending.write(model_dir, how)
 
     def _untold(self) -> list[str]:
         """The tasks that have to be told yet; none if how this chief ends isn't its to tell."""
@@ -115,17 +115,18 @@ class EndOfChief:
             return []
         return [name for name in self._task.others if name not in self._told]
 
-    def _tell_tasks(self, end: Ending) -> None:
+    def _tell_tasks(self, how: Ending) -> None:
         """Tells those tasks that have to be told yet, and can be reached."""
         addresses = self._task.addresses
         untold = self._untold()
         there = reach.that_answer(addresses[name] for name in untold)
         names = [name for name in untold if addresses[name] in there]
 
-        with self._task.notes_on_all(names) as all_notes:
+        with contextlib.ExitStack() as stack:
             reached = {}
-            for name, notes in all_notes.items():
+            for name in names:
                 with contextlib.suppress(tf.errors.OpError):  # The other tasks are told anyway.
+                    notes = stack.enter_context(self._task.notes_on(name))
                     if not self._leadership.is_of_cluster(notes):
                         continue
                     if self._leadership.is_another(notes.read('chief')):
@@ -135,19 +136,19 @@ class EndOfChief:
 
             for name, notes in reached.items():
                 with contextlib.suppress(tf.errors.OpError):
-                    notes.write('end', end.text())
+                    notes.write('end', how.text())
                     notes.write('chief', self._task.incarnation)
                     self._told.add(name)
 
     def _tell_those_that_come_back(self) -> None:
         """Waits a little for tasks that were lost: without a chief, they would wait for hours."""
-        end = time.monotonic() + _WAIT_FOR_LOST
+        deadline = time.monotonic() + _WAIT_FOR_LOST
         untold = self._untold()
         if untold:
             tf.logging.warning(
                 f'Training has ended. Waiting up to {_WAIT_FOR_LOST} seconds for '
                 f'{", ".join(untold)} to come back, which would wait for this chief otherwise.'
             )
-        while self._untold() and time.monotonic() < end and self._task.sigterm_at is None:
+        while self._untold() and time.monotonic() < deadline and self._task.sigterm_at is None:
             time.sleep(1)
             self._tell_tasks(Ending(self._task.incarnation, None, 0))

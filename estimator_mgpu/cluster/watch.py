@@ -83,7 +83,7 @@ class Watch:
     def silent_tasks(self, seconds: float | None = None) -> str:
         """Says which tasks have been silent for so many seconds; '' if there are none.
 
-        By default, it's what is too long for a task that is well.
+        By default, as many as no task that is well is silent.
         """
         limit = _ANSWER_WITHIN if seconds is None else seconds
         return self._described(self._silences(time.monotonic()), limit)

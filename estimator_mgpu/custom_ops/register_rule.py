@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.rules import RULES, has_rule
 from estimator_mgpu.partition.rules.notation import Rule, parse
 from estimator_mgpu.tf_internals import private
-from estimator_mgpu.tf_internals.effects import may_have_side_effect
+from estimator_mgpu.tf_internals.effects import is_declared_stateful
 
 _OF_PACKAGE = frozenset(RULES)  # the types in the table before a user adds any
 
@@ -62,7 +62,7 @@ def register_rule(op_type: str, rule: Rule) -> None:
     definition = private.op_definition(op_type)
     if definition is None:
         raise ValueError(_unknown(op_type))
-    if may_have_side_effect(definition):
+    if is_declared_stateful(definition):
         raise ValueError(
             f'{op_type} cannot have a rule: its ops may have side effects, draw random numbers or '
             'call Python, as TensorFlow declares them as stateful or as taking a variable. Without '

@@ -33,12 +33,6 @@ def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
       config: the RunConfig of the training; None if it isn't known.
     """
     step = steps.of_graph(tf.get_default_graph())
-    most = step.most_microbatches
-    has_too_many = step.plan is not None and most is not None and microbatches > most
-    is_warning = step.plan is None or has_too_many
-    if not is_warning and tf.logging.get_verbosity() > tf.logging.INFO:
-        return  # How much runs once takes a hundredth of start-up to find out.
-
     counts: Sequence[Any] = step.examples_per_device or ['its share'] * len(step.devices)
     towers = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, counts))
     text = f'The input_fn gives the global batch; its examples go to {towers}.'
@@ -64,7 +58,8 @@ def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
             ' That is one CPU device, as TensorFlow finds no GPU; devices=2 makes two logical CPU '
             'devices.'
         )
-    if has_too_many:
+    most = step.most_microbatches
+    if step.plan is not None and most is not None and microbatches > most:
         level = tf.logging.WARN
         text += f' microbatches={microbatches} is more than a device has examples: {most}.'
     if step.schedule is not None:

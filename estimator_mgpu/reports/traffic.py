@@ -40,6 +40,11 @@ class Message(NamedTuple):
     size: int
     name: str
 
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it's a tensor that is sent."""
+        return ':' in self.name
+
 
 def messages(ops: Sequence[tf.Operation], first: str) -> list[Message]:
     """What devices send each other when ops run.

@@ -111,7 +111,7 @@ def draws_numbers(op: tf.Operation) -> bool:
     return not any(map(graphs.is_handle, op.inputs))
 
 
-def may_have_side_effect(definition: Any) -> bool:
+def is_declared_stateful(definition: Any) -> bool:
     """Whether ops of a type may have side effects, draw random numbers or have a state.
 
     Args:
@@ -133,7 +133,7 @@ def can_be_repeated(op: tf.Operation) -> bool:
         return bool(bodies) and all(map(can_be_repeated, inner_ops))
     if op.type in (*op_types.VARIABLE_READS, *op_types.REFERENCE_READS, *op_types.CHECKS):
         return True
-    return not may_have_side_effect(op.op_def)
+    return not is_declared_stateful(op.op_def)
 
 
 def is_assertion(op: tf.Operation) -> bool:

@@ -23,13 +23,14 @@ from estimator_mgpu.tf_internals.private import (
 Node = TypeVar('Node', bound=Hashable)
 
 Inputs = Sequence[tf.Operation]
-"""What an op directly waits for: the ops of its operands, and then its control inputs."""
+"""What an op directly waits for: for each operand, in order, the op that gives it, and then its
+control inputs."""
 
 # The numbers of types: it takes a tenth of the time to compare these. References have the highest.
 _RESOURCE = tf.resource.as_datatype_enum
 _FIRST_REFERENCE = tf.as_dtype('float32_ref').as_datatype_enum
 
-_NOTHING: Mapping[tf.Operation, Inputs] = MappingProxyType({})
+_NOTHING: Mapping[tf.Operation, Sequence[tf.Operation]] = MappingProxyType({})
 
 _OPS_BY_TYPE = '_estimator_mgpu_ops_by_type'  # An attribute of a graph.
 
@@ -111,8 +112,8 @@ def inputs_upstream(
     """These ops, and all that they wait for, each with what it directly waits for.
 
     Args:
-      ops: as of `ancestors`.
-      inputs_of: likewise.
+      ops: where the search begins.
+      inputs_of: gives what an op directly waits for.
     """
     inputs: dict[tf.Operation, Inputs] = {}
     stack = list(ops)
@@ -296,7 +297,7 @@ def dependents(sources: Sequence[tf.Tensor], excluded: Set[str]) -> list[tf.Oper
 
 
 def topological_order(
-    ops: Iterable[tf.Operation], added: Mapping[tf.Operation, Inputs] = _NOTHING
+    ops: Iterable[tf.Operation], added: Mapping[tf.Operation, Sequence[tf.Operation]] = _NOTHING
 ) -> dict[tf.Operation, Inputs]:
     """The ops, each after those that it depends on, and after those that are `added` to these.
 
@@ -308,13 +309,14 @@ def topological_order(
 
 
 def in_topological_order(
-    inputs: dict[tf.Operation, Inputs], added: Mapping[tf.Operation, Inputs] = _NOTHING
+    inputs: dict[tf.Operation, Inputs],
+    added: Mapping[tf.Operation, Sequence[tf.Operation]] = _NOTHING,
 ) -> dict[tf.Operation, Inputs]:
-    """As `topological_order`, of ops that are given with what they directly wait for."""
+    """As `topological_order`, of ops with what they directly wait for. It may return these."""
     if _is_in_order(inputs, added):  # as most are that come as they were made
         return inputs
 
-    def waits_of(op: tf.Operation) -> Inputs:
+    def waits_of(op: tf.Operation) -> Sequence[tf.Operation]:
         # What a v1 loop's way back waits for would make a circle.
         befores = () if op.type in op_types.NEXT_ITERATION else inputs[op]
         return [*befores, *added.get(op, ())]
@@ -395,7 +397,7 @@ def without_cycles(
 
 
 def _is_in_order(
-    inputs: Mapping[tf.Operation, Inputs], added: Mapping[tf.Operation, Inputs]
+    inputs: Mapping[tf.Operation, Inputs], added: Mapping[tf.Operation, Sequence[tf.Operation]]
 ) -> bool:
     """Whether each op comes after those of its inputs that are among the ops."""
     not_seen = set(inputs)

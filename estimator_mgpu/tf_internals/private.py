@@ -131,8 +131,8 @@ def import_nodes(
 ) -> list[tf.Operation]:
     """Adds nodes to a graph, in less than half of the time that `tf.import_graph_def` takes.
 
-    That sets default attributes in Python, though TensorFlow's C code does so anyhow, and then the
-    device of each op once more.
+    `tf.import_graph_def` sets default attributes in Python, though its C code does so anyhow, and
+    then sets the device of each op once more.
 
     Each op is what its node says. A `tf.device`, `tf.colocate_with`, `tf.control_dependencies` or
     another scope that changes ops doesn't count.
@@ -143,19 +143,22 @@ def import_nodes(
 
     Returns:
       The ops that the nodes have become.
+
+    Raises:
+      tf.errors.InvalidArgumentError: if a node isn't one that TensorFlow can add.
     """
     options = _ImportOptions()
     _set_import_options(options.options, '', inputs, None, True)
     added: list[tf.Operation] = []
-    with graph._mutation_lock(), graph.control_dependencies(None):
+    with graph.as_default(), graph._mutation_lock(), graph.control_dependencies(None):
         with graph._c_graph.get() as graph_in_c, _buffer(nodes.SerializeToString()) as buffer:
             _owned_results(_import_in_c(graph_in_c, buffer, options.options))
         for op_in_c in _new_operations(graph):
             op = _operation_from_c(op_in_c, graph)
             graph._names_in_use[op.name.lower()] = 1
             added.append(op)
-    for function in _functions_of(nodes.library):
-        function.add_to_graph(graph)
+        for function in _functions_of(nodes.library):
+            function.add_to_graph(graph)
     return added
 
 

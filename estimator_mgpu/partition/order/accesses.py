@@ -66,8 +66,8 @@ def read_by_users(graph: tf.Graph, ops: Iterable[tf.Operation]) -> dict[str, set
     """By name, the tensors whose users read variables by them, with these variables.
 
     Args:
-      graph: one, or that of a function.
-      ops: those that are looked at, each after those that it depends on.
+      graph: that of the ops. If no type in it can begin a late read, they aren't looked at.
+      ops: each after those that it depends on.
     """
     read: dict[str, set[tf.Operation]] = {}
     if not any(map(_may_begin_late_reads, graphs.types_of(graph))):

@@ -68,10 +68,10 @@ class Order:
         order = topological_order(ops)
         self._behind = read_by_users(graph, order)
         branches = graphs.ops_of_types(graph, op_types.BRANCHES)
-        candidates = self.liveness.after_control_flow.union(branches)
-        self._not_waited_for = {op for op in candidates if not self._can_be_waited_for(op)}
+        may_be_dead = self.liveness.after_control_flow.union(branches)
+        self._not_waited_for = {op for op in may_be_dead if not self._can_be_waited_for(op)}
         users = {user for op in self._not_waited_for for user in graphs.consumers_of(op)}
-        candidates = users.union(self._may_touch_state(graph))
+        candidates = users.union(self._ops_that_may_touch_state(graph))
         for op in order:
             if op in candidates:
                 self._classify(op, op in users and self._ends_control_flow(op))
@@ -209,7 +209,7 @@ class Order:
                 self._needed_by_loops[enter] |= needed
                 self._upstream[enter] = union(upstream, self._upstream[enter])
 
-    def _may_touch_state(self, graph: tf.Graph) -> set[tf.Operation]:
+    def _ops_that_may_touch_state(self, graph: tf.Graph) -> set[tf.Operation]:
         """The only ops that may have a side effect or read a variable."""
         types = [
             op_type

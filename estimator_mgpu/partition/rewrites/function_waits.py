@@ -27,6 +27,8 @@ def add_waits(
     Args:
       call: the op that called the function: a call, or one that chooses a branch.
       operands: what has taken the place of the function's arguments.
+      ops: those of the function, in the graph.
+      liveness: of these.
       is_next: whether an op of them calls a function whose ops will take its place, too.
     """
 

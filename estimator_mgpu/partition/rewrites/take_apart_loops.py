@@ -201,7 +201,7 @@ def _add_loop(
 
 
 def _add_enters(loop: tf.Operation, variables: Sequence[int], scope: str) -> list[tf.Tensor]:
-    """Adds the entries of a loop, which wait for what the `While` waits for.
+    """Adds the `Enter` ops of a loop, which wait for what the `While` waits for.
 
     Args:
       loop: the `While`.

@@ -32,8 +32,10 @@ def bounds(
     """Where rows begin, and where the last one ends: row splits from 0 to the number of values.
 
     Args:
+      splits: the row splits of all rows.
       values: those of all rows.
       value_device: where they are.
+      device: where the row splits are, and the result is made.
     """
     between = nodes.add('StridedSlice', [splits, [1], [-1], [1]], device, T=dtype, Index=tf.int32)
     between = nodes.cast(between, dtype, tf.int64, device)

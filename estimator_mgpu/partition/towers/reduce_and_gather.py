@@ -48,6 +48,7 @@ def gather(
       values: the shards, one for each tower.
       axis: the dimension along which they are sharded.
       dims: of the concatenation.
+      device: where the result is made.
     """
     of_chains = [
         _concat_chain(shards, chain, values, dtype, axis, dims[axis]) for chain in shards.chains
@@ -94,6 +95,7 @@ def gather_selection(
       shards: those that rows were picked from.
       values: what each tower has picked.
       axis: the dimension along which the rows are.
+      device: where the result is made.
     """
     nodes = shards.nodes
     of_chains = []
@@ -162,7 +164,9 @@ def sum_in_slices(
     Args:
       values: the partial results, one for each tower.
       slices: has the grid in which devices exchange slices.
+      parts: the slices.
       shape: of a partial result.
+      device: where the slices are put together.
     """
     nodes = shards.nodes
     if shards.active is not None:

@@ -54,6 +54,7 @@ class Shards:
       symbol_value: symbol_value(symbol, tower or None, dtype) gives the value of a size's symbol.
     """
 
+    # Subclasses set these.
     total: Number
     counts: Sequence[Number]  # how many rows the shard of each tower has
     active: Sequence[str] | None = None  # whether a tower has any; None: all always have

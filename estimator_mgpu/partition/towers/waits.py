@@ -94,7 +94,7 @@ class Waits:
         while not is_complete:
             # What a v1 loop waits for is known only once its way back is visited, which comes
             # last. Within loops no waits are added: so what is known of a loop only grows once its
-            # entries are settled, and this ends.
+            # `Enter` ops are settled, and this ends.
             known = known_of_loops()
             for op in ops:
                 if op.name in self._plan.ops:
@@ -261,14 +261,14 @@ class Waits:
             if loop_of(op):
                 ops_of_loop[loop_of(op)].append(op)
 
-        def inputs_of(unit: Any) -> list[Any]:
+        def inputs_of(op_or_loop: Any) -> list[Any]:
             """What an op, or a loop of TensorFlow 1 as a whole, waits for."""
             before: list[tf.Operation] = []
-            for op in ops_of_loop.get(unit, [unit]):
+            for op in ops_of_loop.get(op_or_loop, [op_or_loop]):
                 waits = [*self._waits_of_copy.get(op, ()), *self._added.get(op, ())]
                 before += [*waits, *graphs.direct_inputs(op)]
-            units = dict.fromkeys(loop_of(op) or op for op in before)
-            return [other for other in units if other != unit]
+            others = dict.fromkeys(loop_of(op) or op for op in before)
+            return [other for other in others if other != op_or_loop]
 
         found = defaultdict[tf.Operation, list[tf.Operation]](list)
         for read, gradient in graphs.without_cycles(inputs_of, edges):
