@@ -14,10 +14,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.custom_ops.runs import as_array, session_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.propagation.accepted_shapes import copy_of
 from estimator_mgpu.partition.rewrites.inline_calls import inline_calls
 from estimator_mgpu.tf_internals import graphs, private
 from estimator_mgpu.tf_internals.liveness import Liveness
+from estimator_mgpu.tf_internals.shape_functions import copy_of
 
 _MOST_SIZES = 64  # A vector of integers that has more entries is no shape.
 

@@ -21,13 +21,13 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.once_devices import place_ops
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
-from estimator_mgpu.partition.propagation.accepted_shapes import copy_of, takes
 from estimator_mgpu.partition.propagation.engine import propagate
 from estimator_mgpu.partition.rules import HEAVY, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
 from estimator_mgpu.tf_internals.error_messages import reason
 from estimator_mgpu.tf_internals.graphs import dependents, topological_order
+from estimator_mgpu.tf_internals.shape_functions import copy_of, takes
 
 
 def try_dimensions(

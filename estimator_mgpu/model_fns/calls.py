@@ -1,4 +1,7 @@
-"""A model_fn is called: what it may be, what it's called with, and what it has to return."""
+"""A model_fn is called: what it may be, which modes and configs it gets, and what it has to return.
+
+`replicate` leaves out what a model_fn doesn't take.
+"""
 
 from __future__ import annotations
 

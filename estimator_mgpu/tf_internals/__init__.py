@@ -8,6 +8,7 @@ Of a graph:
 - `graphs`: walks over it, and changes to it; `node_defs`: its ops before they are in it.
 - `op_types`, `effects`: what kinds of ops there are, and which have side effects.
 - `kernels`: which have a kernel on a GPU, and use which memory.
+- `shape_functions`: which shapes an op takes, before any step runs.
 - `function_calls`, `v1_loops`: functions that ops call, and loops that are made of ops.
 - `liveness`, `upstream`: which ops run in loops or may be dead, and what each one waits for.
 - `op_paths`, `tracebacks`: what ops in functions are called, and where the program made them.

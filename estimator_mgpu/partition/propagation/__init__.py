@@ -7,7 +7,7 @@ In: the placements of the batch. Out: a `Plan`. Nothing is added to the graph he
 - `decisions`: how one op runs, also if what it's given is partial: `op_types.PARTIAL_INPUTS` has
   the ops that pass partial results on.
 - `reasons`: why an op runs once, of several reasons the one that users are told.
-- `matching`: along which label of its rule an op is sharded; `accepted_shapes` asks TensorFlow.
+- `matching`: along which label of its rule an op is sharded.
 - `loops`, `branches`, `called_functions`, `function_bodies`: ops that call functions, and loops and
   branches of TensorFlow 1. `value_origins`: which op made a value that a loop keeps;
   `loops_over_rows`: loops that take one example after the other, as `tf.map_fn` does.

@@ -32,7 +32,6 @@ from estimator_mgpu.partition.plan import (
     SparseRows,
     local_shape_of,
 )
-from estimator_mgpu.partition.propagation.accepted_shapes import takes
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import selections
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
@@ -48,6 +47,7 @@ from estimator_mgpu.partition.sizes import (
     per_row,
 )
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.shape_functions import takes
 
 
 class Way(NamedTuple):

@@ -1,7 +1,8 @@
 """What the ops of a function wait for that take the place of the op that called it.
 
 In: these ops, in the graph, and the op that called the function. Out: the same ops, of which those
-that read or write wait for what the call waited for.
+that read or write wait for what the call waited for. Who waited for the call is told by
+`function_ops.take_place_of` what to wait for.
 """
 
 from __future__ import annotations
