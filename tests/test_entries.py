@@ -588,6 +588,35 @@ def different_ids(features):
     return found
 
 
+def sums_by_different_ids(features):
+    """What belongs to ids that are different already is added up by id, or by a number of it."""
+    ids, _ = tf.unique(features['sparse'].values)
+    same, places = tf.unique(ids)
+    found = []
+    for rows in (tf.gather(table_of_ids(), ids), ids, tf.zeros([size64(ids), 2]) + 1):
+        found.append(tf.math.unsorted_segment_sum(rows, places, tf.size(same)))
+        found.append(tf.math.unsorted_segment_sum(rows, places, 2 * tf.size(same)))
+        found += [tf.math.unsorted_segment_sum(rows, ids // by, IDS) for by in (1, 2)]
+        found += [2 * found[-4], tf.reduce_sum(found[-4], 0), tf.gather(found[-4], places)]
+    return found
+
+
+def reshaped_sums_by_id(features):
+    """Gradients of what was looked up, in shapes that leave a dimension open, and transposed."""
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    found = []
+    for entries in (features['sparse'], filled):
+        ids, places = tf.unique(entries.values)
+        looked_up = tf.gather(table_of_ids(), ids)
+        sums = tf.gradients(tf.reduce_sum(tf.gather(looked_up, places) ** 2), looked_up)[0]
+        sums = tf.math.unsorted_segment_sum(sums.values, sums.indices, tf.size(ids))
+        count = tf.shape(sums)[0]
+        for shape in ([count, -1], [count, WIDTH, 1], [count, 1, -1], [-1, WIDTH], [WIDTH, count]):
+            reshaped = tf.reshape(sums, shape)
+            found += [reshaped, tf.shape(reshaped)[1] + 0 * tf.size(ids)]
+    return found
+
+
 def table_of_ids():
     with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
         return table()
@@ -595,6 +624,8 @@ def table_of_ids():
 
 HOSTILE = [
     different_ids,
+    sums_by_different_ids,
+    reshaped_sums_by_id,
     entries_in_two_parts,
     texts_of_entries,
     rows_of_two_widths,

@@ -414,6 +414,12 @@ def _gradient_of_gather(
     count = _count_of_ids(places.ids, op.inputs[2], sizes)
     if count is None:
         return None
+    if places.rows is places.ids:
+        # Each id has one row. These aren't parts of a sum: towers with the same id have the same.
+        rows = Shard(0, places.ids)
+        if placement != rows or data_dims[0] != full_size(places.ids):
+            return None
+        return Decision(OpPlan((LOCAL, LOCAL, count)), [rows], [data_dims])
     # There are as many rows as places, or the op fails.
     data = LOCAL if placement == Shard(0, places.rows) else Slice(0, places.rows, ONE)
     needs = (data, LOCAL, count)
@@ -447,6 +453,9 @@ def _reshaped_sums(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | 
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
     local_shape = local_shape_of(shape, 0, ids)
     if not shape or local_shape is None or shape[0] != full_size(ids):
+        return None
+    # A tower without ids can't tell what -1 stands for, as it has no entries.
+    if any(size == Size(-1) or ids in size.symbols for size in shape[1:]):
         return None
     return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [list(shape)])
 
