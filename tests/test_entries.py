@@ -602,18 +602,20 @@ def sums_by_different_ids(features):
 
 
 def reshaped_sums_by_id(features):
-    """Gradients of what was looked up, in shapes that leave a dimension open, and transposed."""
-    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    """Gradients by id in other shapes, of which one dimension may be left open.
+
+    A tower without ids has an empty one.
+    """
+    ids, places = tf.unique(features['sparse'].values)
+    looked_up = tf.gather(table_of_ids(), ids)
+    gradient = tf.gradients(tf.reduce_sum(tf.gather(looked_up, places) ** 2), looked_up)[0]
     found = []
-    for entries in (features['sparse'], filled):
-        ids, places = tf.unique(entries.values)
-        looked_up = tf.gather(table_of_ids(), ids)
-        sums = tf.gradients(tf.reduce_sum(tf.gather(looked_up, places) ** 2), looked_up)[0]
-        sums = tf.math.unsorted_segment_sum(sums.values, sums.indices, tf.size(ids))
+    for shape in ([None, -1], [None, WIDTH, 1], [None, 1, -1], [-1, WIDTH], [WIDTH, None]):
+        sums = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(ids))
         count = tf.shape(sums)[0]
-        for shape in ([count, -1], [count, WIDTH, 1], [count, 1, -1], [-1, WIDTH], [WIDTH, count]):
-            reshaped = tf.reshape(sums, shape)
-            found += [reshaped, tf.shape(reshaped)[1] + 0 * tf.size(ids)]
+        reshaped = tf.reshape(sums, [count if size is None else size for size in shape])
+        rows = tf.shape(features['dense'])[0]
+        found += [reshaped, tf.fill([rows, tf.shape(reshaped)[-1]], 2.0)]
     return found
 
 

@@ -477,7 +477,7 @@ def _sums_of_sums(
             return None
         return _summed_by_id(segments.ids, (LOCAL, LOCAL, count), dims)
     rows = sizes.entries(op.inputs[2])
-    if segments != Shard(0, ids) or not rows:
+    if segments != Shard(0, ids) or not rows or sizes.numbers(op.inputs[2]) is None:
         return None
     plan = OpPlan((LOCAL, LOCAL, FULL))
     return Decision(plan, [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
