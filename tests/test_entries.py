@@ -139,6 +139,27 @@ def test_dense_gradient(divided, optimizer, behavior):
     assert not types_run_once(ours.graph) & {'UnsortedSegmentSum', 'AddN', *LOOKUPS}
 
 
+@pytest.mark.parametrize('towers', [2, 3])
+@pytest.mark.parametrize('regularized', [True, False], ids=['made once', 'of the batch'])
+def test_sums_by_id_added_to_a_dense_gradient(regularized, towers, behavior):
+    """Towers have sums in rows of the table only if they have other sums in these as well."""
+
+    def model_fn(features, labels, mode):
+        found = safe_lookup('mean')(features)
+        with tf.variable_scope('', reuse=True):
+            rows = table()
+        net = found if regularized else found + labels @ rows[:1]
+        loss = tf.losses.mean_squared_error(labels, network(net))
+        loss += 0.1 * tf.nn.l2_loss(rows) if regularized else 0.0
+        return spec_of(mode, loss, OPTIMIZERS['adam']().minimize(loss, step()))
+
+    ours, _ = compare(model_fn, batches_of(*ALL), towers, static=False, preprocess=to_sparse)
+    plan = steps.of_graph(ours.graph).plan
+    ops = [op for op in ours.graph.get_operations() if '/AddN/inputs_' in op.name]
+    [to_rows] = {op.name for op in ops if 'replicate' not in op.name}
+    assert (to_rows in plan.ops) == (not regularized)
+
+
 @pytest.mark.parametrize('tables, devices', [(1, [1]), (2, [1, 2]), (3, [0, 1, 2])])
 def test_where_ids_are_put_together(tables, devices, behavior):
     """On a device without a table, if there is one: towers look up ids of their own."""

@@ -478,7 +478,7 @@ def _sums_of_sums(
         return _summed_by_id(segments.ids, (LOCAL, LOCAL, count), dims)
     rows = sizes.entries(op.inputs[2])
     if segments != Shard(0, ids) or not rows or sizes.numbers(op.inputs[2]) is None:
-        return None
+        return None  # If the batch tells the number, parts may be as large as what they're made of.
     plan = OpPlan((LOCAL, LOCAL, FULL))
     return Decision(plan, [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
 
