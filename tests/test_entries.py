@@ -984,7 +984,8 @@ def test_other_numbers_of_dense_weights(count, behavior):
     model_fn = regression(lookup_with_dense_weights('mean'))
     with pytest.raises(tf.errors.InvalidArgumentError):
         train(model_fn, batches, 0, **DENSE)
-    message = rf'same number of entries.*\[{np.sum(weights != 0)} {ids}\]'
+    titles = 'feature .+dense weights.+, feature .+dense.+ are'
+    message = rf'same number of entries.*{titles}\] \[{np.sum(weights != 0)} {ids}\]'
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         train(model_fn, batches, 3, **DENSE)
 

@@ -268,7 +268,7 @@ def decide_of_partial(
     partial = kept_partial(op, placements)
     if partial is not None:
         return kept_partial_decision(op, placements, partial)
-    decision = entries.decide_of_sums(op, placements, scope.sizes)
+    decision = entries.decide_of_sums_by_id(op, placements, scope.sizes)
     if decision is None or isinstance(rows_of(decision.placements[0]), UniqueRows):
         return decision
     return None if _is_reduced_by_itself(scope, op.outputs[0]) else decision

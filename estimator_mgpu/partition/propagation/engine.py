@@ -431,7 +431,7 @@ class _Pass:
     def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
         """Whether towers make sums of the sums that they have by id."""
         op = tensor.op
-        return op.type == op_types.SUM_BY_ID and isinstance(
+        return op.type == op_types.UNSORTED_SEGMENT_SUM and isinstance(
             self.scope.placement_of(op.inputs[0]), Partial
         )
 

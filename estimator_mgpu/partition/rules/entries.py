@@ -70,7 +70,7 @@ _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
 # What lookups of sparse ids make of each row: it's zero without entries.
 _SUMS = ('SegmentSum', *_SPARSE)
-SUMS_BY_ID = (op_types.SUM_BY_ID, *_GRADIENTS, *_SPARSE_GRADIENTS)
+SUMS_BY_ID = (op_types.UNSORTED_SEGMENT_SUM, *_GRADIENTS, *_SPARSE_GRADIENTS)
 """Types of ops of which towers may have partial sums by id."""
 
 
@@ -426,7 +426,7 @@ def _gradient_of_gather(
     return _summed_by_id(places.ids, needs, data_dims)
 
 
-def decide_of_sums(
+def decide_of_sums_by_id(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
     """How an op on the sums by id that towers have is sharded; None if it needs the full ones.
@@ -443,13 +443,13 @@ def decide_of_sums(
     if not dims or dims[0] != full_size(ids):
         return None
     if op.type == op_types.RESHAPE:
-        return _reshaped_sums(ids, sizes.entries(op.inputs[1]))
-    if op.type == op_types.SUM_BY_ID:
+        return _reshaped_sums_by_id(ids, sizes.entries(op.inputs[1]))
+    if op.type == op_types.UNSORTED_SEGMENT_SUM:
         return _sums_of_sums(op, ids, placements[1], dims, sizes)
     return None
 
 
-def _reshaped_sums(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
+def _reshaped_sums_by_id(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
     local_shape = local_shape_of(shape, 0, ids)
     if not shape or local_shape is None or shape[0] != full_size(ids):
@@ -546,7 +546,7 @@ _RULES = {
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
     op_types.UNIQUE: _unique,
     'GatherV2': _take_of_ids,
-    op_types.SUM_BY_ID: _gradient_of_gather,
+    op_types.UNSORTED_SEGMENT_SUM: _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,
@@ -557,6 +557,6 @@ _RULES = {
 PADS_AND_SLICES = ('Pad', 'PadV2', 'Slice')
 """Types of ops for which these rules are asked first. If none holds, that of the table counts."""
 # Of these, only ops that are given positions or places.
-_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.SUM_BY_ID)
+_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.UNSORTED_SEGMENT_SUM)
 TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *PADS_AND_SLICES})
 """Types of ops that are sharded by these rules, or run once."""
