@@ -140,6 +140,23 @@ def test_dense_gradient(divided, optimizer, behavior):
 
 
 @pytest.mark.parametrize('towers', [2, 3])
+@pytest.mark.parametrize('optimizer', ['adam', 'adagrad', 'momentum'])
+def test_own_gradient_of_different_ids(optimizer, towers, behavior):
+    """What belongs to ids is no sum over towers: an id that several towers have counts once."""
+    optimizers = {**OPTIMIZERS, 'momentum': lambda: tf.train.MomentumOptimizer(0.1, 0.9)}
+
+    def model_fn(features, labels, mode):
+        ids, _ = tf.unique(features['sparse'].values)
+        gradient = tf.IndexedSlices(0.1 * tf.gather(table(), ids), ids)
+        loss = tf.reduce_mean(tf.square(labels))
+        [variable] = tf.trainable_variables()
+        train_op = optimizers[optimizer]().apply_gradients([(gradient, variable)], step())
+        return spec_of(mode, loss, train_op)
+
+    compare(model_fn, batches_of(*ALL), towers, static=False, preprocess=to_sparse)
+
+
+@pytest.mark.parametrize('towers', [2, 3])
 @pytest.mark.parametrize('regularized', [True, False], ids=['made once', 'of the batch'])
 def test_sums_by_id_added_to_a_dense_gradient(regularized, towers, behavior):
     """Towers have sums in rows of the table only if they have other sums in these as well."""
