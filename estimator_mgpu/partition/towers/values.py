@@ -62,8 +62,9 @@ from estimator_mgpu.tf_internals import op_types
 _OTHER_ENTRIES = (
     'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
     'must have the same number of entries that a mask such as `x != -1` or `tf.sparse.from_dense` '
-    'keeps. Give tensors of which as many are kept. Feature columns leave out ids of -1 and weights '
-    'of 0: give a weight other than 0 for each id, and 0 for each -1. The numbers of entries of'
+    'keeps. Give tensors of which as many are kept. Feature columns leave out ids of -1 and '
+    'weights of 0: give a weight other than 0 for each id, and 0 for each -1. '
+    'The numbers of entries of'
 )
 
 
