@@ -139,6 +139,44 @@ def test_dense_gradient(divided, optimizer, behavior):
     assert not types_run_once(ours.graph) & {'UnsortedSegmentSum', 'AddN', *LOOKUPS}
 
 
+@pytest.mark.parametrize('towers', [2, 3])
+@pytest.mark.parametrize('optimizer', ['adam', 'adagrad', 'momentum'])
+def test_own_gradient_of_different_ids(optimizer, towers, behavior):
+    """What belongs to ids is no sum over towers: an id that several towers have counts once."""
+    optimizers = {**OPTIMIZERS, 'momentum': lambda: tf.train.MomentumOptimizer(0.1, 0.9)}
+
+    def model_fn(features, labels, mode):
+        ids, _ = tf.unique(features['sparse'].values)
+        gradient = tf.IndexedSlices(0.1 * tf.gather(table(), ids), ids)
+        loss = tf.reduce_mean(tf.square(labels))
+        [variable] = tf.trainable_variables()
+        train_op = optimizers[optimizer]().apply_gradients([(gradient, variable)], step())
+        return spec_of(mode, loss, train_op)
+
+    compare(model_fn, batches_of(*ALL), towers, static=False, preprocess=to_sparse)
+
+
+@pytest.mark.parametrize('towers', [2, 3])
+@pytest.mark.parametrize('regularized', [True, False], ids=['made once', 'of the batch'])
+def test_sums_by_id_added_to_a_dense_gradient(regularized, towers, behavior):
+    """Towers have sums in rows of the table only if they have other sums in these as well."""
+
+    def model_fn(features, labels, mode):
+        found = safe_lookup('mean')(features)
+        with tf.variable_scope('', reuse=True):
+            rows = table()
+        net = found if regularized else found + labels @ rows[:1]
+        loss = tf.losses.mean_squared_error(labels, network(net))
+        loss += 0.1 * tf.nn.l2_loss(rows) if regularized else 0.0
+        return spec_of(mode, loss, OPTIMIZERS['adam']().minimize(loss, step()))
+
+    ours, _ = compare(model_fn, batches_of(*ALL), towers, static=False, preprocess=to_sparse)
+    plan = steps.of_graph(ours.graph).plan
+    ops = [op for op in ours.graph.get_operations() if '/AddN/inputs_' in op.name]
+    [to_rows] = {op.name for op in ops if 'replicate' not in op.name}
+    assert (to_rows in plan.ops) == (not regularized)
+
+
 @pytest.mark.parametrize('tables, devices', [(1, [1]), (2, [1, 2]), (3, [0, 1, 2])])
 def test_where_ids_are_put_together(tables, devices, behavior):
     """On a device without a table, if there is one: towers look up ids of their own."""
@@ -588,6 +626,37 @@ def different_ids(features):
     return found
 
 
+def sums_by_different_ids(features):
+    """What belongs to ids that are different already is added up by id, or by a number of it."""
+    ids, _ = tf.unique(features['sparse'].values)
+    same, places = tf.unique(ids)
+    found = []
+    for rows in (tf.gather(table_of_ids(), ids), ids, tf.zeros([size64(ids), 2]) + 1):
+        found.append(tf.math.unsorted_segment_sum(rows, places, tf.size(same)))
+        found.append(tf.math.unsorted_segment_sum(rows, places, 2 * tf.size(same)))
+        found += [tf.math.unsorted_segment_sum(rows, ids // by, IDS) for by in (1, 2)]
+        found += [2 * found[-4], tf.reduce_sum(found[-4], 0), tf.gather(found[-4], places)]
+    return found
+
+
+def reshaped_sums_by_id(features):
+    """Gradients by id in other shapes, of which one dimension may be left open.
+
+    A tower without ids has an empty one.
+    """
+    ids, places = tf.unique(features['sparse'].values)
+    looked_up = tf.gather(table_of_ids(), ids)
+    gradient = tf.gradients(tf.reduce_sum(tf.gather(looked_up, places) ** 2), looked_up)[0]
+    found = []
+    for shape in ([None, -1], [None, WIDTH, 1], [None, 1, -1], [-1, WIDTH], [WIDTH, None]):
+        sums = tf.math.unsorted_segment_sum(gradient.values, gradient.indices, tf.size(ids))
+        count = tf.shape(sums)[0]
+        reshaped = tf.reshape(sums, [count if size is None else size for size in shape])
+        rows = tf.shape(features['dense'])[0]
+        found += [reshaped, tf.fill([rows, tf.shape(reshaped)[-1]], 2.0)]
+    return found
+
+
 def table_of_ids():
     with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
         return table()
@@ -595,6 +664,8 @@ def table_of_ids():
 
 HOSTILE = [
     different_ids,
+    sums_by_different_ids,
+    reshaped_sums_by_id,
     entries_in_two_parts,
     texts_of_entries,
     rows_of_two_widths,
@@ -930,7 +1001,8 @@ def test_other_numbers_of_dense_weights(count, behavior):
     model_fn = regression(lookup_with_dense_weights('mean'))
     with pytest.raises(tf.errors.InvalidArgumentError):
         train(model_fn, batches, 0, **DENSE)
-    message = rf'same number of entries.*\[{np.sum(weights != 0)} {ids}\]'
+    titles = 'feature .+dense weights.+, feature .+dense.+ are'
+    message = rf'same number of entries.*{titles}\] \[{np.sum(weights != 0)} {ids}\]'
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         train(model_fn, batches, 3, **DENSE)
 

@@ -69,6 +69,14 @@ class Batch(NamedTuple):
                     titles.setdefault(part.name, title(path))
         return titles
 
+    def titles_of_dense(self) -> dict[str, str]:
+        """What messages call the dense leaves, by their names."""
+        titles: dict[str, str] = {}
+        for path, leaf in self.leaves.items():
+            if isinstance(leaf, tf.Tensor):
+                titles.setdefault(leaf.name, title(path))
+        return titles
+
     def total(self) -> tf.Tensor:
         """The number of examples, an int32 scalar. A step fails if the leaves differ in it.
 

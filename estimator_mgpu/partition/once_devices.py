@@ -145,7 +145,8 @@ def _share_out_ids(
             belonging.setdefault(rows, []).append(name)
 
     tables = {ids: full_value_devices[names[0]] for ids, names in belonging.items()}
-    without_tables = [device for device in tower_devices if device not in tables.values()]
+    with_tables = {full_value_devices[name] for names in belonging.values() for name in names}
+    without_tables = [device for device in tower_devices if device not in with_tables]
     load = Counter(tables.values())
     for ids, table in tables.items():
         others = [device for device in without_tables if _is_like(device, table)]

@@ -70,7 +70,8 @@ class Entries(SelectedRows):
 class DenseEntries(SelectedRows):
     """The entries that a sparse tensor has of a dense one: all but those of one value, such as -1.
 
-    Ids and their weights are used one by one, but each are told from the padding by themselves.
+    Ids and weights are paired entry by entry, though each tensor leaves out its own padding. So
+    they have two row spaces, and only the step tells that they are as many.
     """
 
 
@@ -132,7 +133,11 @@ def origin_of(rows: RowSpace) -> RowSpace:
 
 
 def is_ordered(rows: RowSpace) -> bool:
-    """Whether each tower has rows that follow each other among those of the batch."""
+    """Whether no row needs a number that tells its place.
+
+    Each tower's rows follow each other in the full value, or are put in order as they are merged,
+    as ids are.
+    """
     return not isinstance(rows, SelectedRows) or rows.is_ordered
 
 
@@ -305,11 +310,10 @@ def product(sizes: Sequence[Size]) -> Size:
     return math.prod(sizes, start=ONE)
 
 
-def are_used_one_by_one(size: Size, rows: RowSpace) -> bool:
-    """Whether a size is the number of other entries than some, which have to be as many as these.
+def may_be_paired(size: Size, rows: RowSpace) -> bool:
+    """Whether a size is the number of another dense tensor's entries of the same rows.
 
-    The entries of two sparse tensors that were made of dense ones may meet one by one, as those of
-    ids and of weights do. A single entry isn't broadcast to all others: the step fails then.
+    An op may pair these with `rows`; the step fails unless they are as many.
     """
     others = size.rows
     if not isinstance(rows, DenseEntries) or not isinstance(others, DenseEntries):

@@ -68,7 +68,7 @@ LOGICAL_AND = 'LogicalAnd'
 
 UNIQUE = 'Unique'
 """Gives the different entries of a vector, and for each entry its place among these."""
-SUM_BY_ID = 'UnsortedSegmentSum'
+UNSORTED_SEGMENT_SUM = 'UnsortedSegmentSum'
 """Sums up the rows that have the same number, such as an id, or an id's place."""
 
 REDUCTIONS = ('All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum')

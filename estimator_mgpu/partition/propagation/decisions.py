@@ -268,7 +268,23 @@ def decide_of_partial(
     partial = kept_partial(op, placements)
     if partial is not None:
         return kept_partial_decision(op, placements, partial)
-    return entries.decide_of_sums(op, placements, scope.sizes)
+    decision = entries.decide_of_sums_by_id(op, placements, scope.sizes)
+    if decision is None or isinstance(rows_of(decision.placements[0]), UniqueRows):
+        return decision
+    return None if _is_reduced_by_itself(scope, op.outputs[0]) else decision
+
+
+def _is_reduced_by_itself(scope: Scope, tensor: tf.Tensor) -> bool:
+    """Whether a tensor, of which towers have parts, is reduced for ops without other partial sums.
+
+    Then sums by id are added up once: towers send a row of each id, and not a whole table. This is
+    known from the second pass on.
+    """
+    if tensor.name not in scope.reduced:
+        return False
+    operands = [operand for user in tensor.consumers() for operand in user.inputs]
+    others = [operand for operand in operands if operand.name != tensor.name]
+    return not others or any(other.name not in scope.reduced for other in others)
 
 
 def kept_partial_decision(

@@ -424,7 +424,16 @@ class _Pass:
                     rearrangements.append(tensor.op)
                     tensor = source
                 self.scope.reduced.add(tensor.name)
+                if self._is_of_sums_by_id(tensor):
+                    self.is_last = False  # It runs once: see `decide_of_partial`.
                 self._visit_again(tensor, rearrangements[::-1])
+
+    def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
+        """Whether towers make sums of the sums that they have by id."""
+        op = tensor.op
+        return op.type == op_types.UNSORTED_SEGMENT_SUM and isinstance(
+            self.scope.placement_of(op.inputs[0]), Partial
+        )
 
     def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
         """Lets ops run once that have passed on a partial result that is now reduced before them.

@@ -201,7 +201,7 @@ class FunctionBody:
             return
         has_partial = any(isinstance(placement, Partial) for placement in placements)
         if has_partial and not (is_assertion(op) and self._can_be_asserted(placements[0])):
-            self._decide_of_partial(op, placements)
+            self._visit_with_partial(op, placements)
             return
 
         try:
@@ -211,7 +211,7 @@ class FunctionBody:
             raise NotSharded(f'in it, {op.name}: {reason}') from error
         self._record(op, decision)
 
-    def _decide_of_partial(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
+    def _visit_with_partial(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower that is given partial results, or raises NotSharded."""
         partial = self._kept_partial(op, placements)
         if partial is not None:

@@ -41,9 +41,10 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    are_used_one_by_one,
     full_size,
+    is_ordered,
     known,
+    may_be_paired,
     per_row,
 )
 from estimator_mgpu.tf_internals import op_types
@@ -291,7 +292,7 @@ class Match:
         """The form of indices that begin with their rows."""
         if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
             return None  # In a function, a tower doesn't know its first row.
-        if isinstance(way.rows, SelectedRows) and not way.rows.is_ordered:
+        if not is_ordered(way.rows) or isinstance(way.rows, UniqueRows):
             return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
         factor = per_row(operand.total, way.rows)
@@ -320,7 +321,7 @@ class Match:
         if isinstance(way.rows, UniqueRows):
             return None  # A tower's ids don't follow each other.
         factor = per_row(dims[axis], way.rows)
-        if way.factor == ONE and are_used_one_by_one(dims[axis], way.rows):
+        if way.factor == ONE and may_be_paired(dims[axis], way.rows):
             factor = ONE
         if factor is None:
             if not self._must_be_equal(tensor, way.label):

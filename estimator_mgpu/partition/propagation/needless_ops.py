@@ -9,13 +9,14 @@ the number of examples may not be known when they are made, they do so also if n
 
     gradient --> user
 
-An optimizer sums the rows of a sparse gradient that have the same id. Each has another one, if it's
-the gradient of a lookup of different ids.
-
 Of a transformer with dropout, these are 6% of the ops that can be sharded, and 24% if the size of
 the batch is dynamic. Each tower would run copies of them in each step: then the graph for two
 devices would have 10% more nodes, and a step would take 3 to 6% more CPU time. Identities stay:
 they are few, and somebody may look for a tower's copy by its name.
+
+An optimizer puts rows of a sparse gradient with the same id together (`Unique`,
+`UnsortedSegmentSum`). In the gradient of a lookup of different ids, each row has an id of its own,
+so both are bypassed.
 
 In: a plan, whose sizes tell which shapes are the same. Out: the plan without these ops. They stay
 in the graph and have full values, for whoever fetches them.
@@ -52,6 +53,7 @@ def bypass_needless_ops(division: Division) -> None:
     redirections = graphs.Redirections()
     replaced: dict[str, tf.Tensor] = {}
     bypassed: set[str] = set()
+    outputs_of_bypassed: set[str] = set()
     for op in _candidates(division.graph):
         if op.name not in plan.ops or not _is_only_output_used(op, bypassed):
             continue
@@ -62,11 +64,14 @@ def bypass_needless_ops(division: Division) -> None:
             redirections.add_wait(op, source.op)
             replaced[output.name] = source
             bypassed.add(op.name)
+            outputs_of_bypassed.update(output.name for output in op.outputs)
     redirections.make()
 
     ops = {name: op_plan for name, op_plan in plan.ops.items() if name not in bypassed}
     placements = {
-        name: placement for name, placement in plan.placements.items() if name not in replaced
+        name: placement
+        for name, placement in plan.placements.items()
+        if name not in outputs_of_bypassed
     }
     unused = plan.unused | bypassed
     division.plan = plan._replace(ops=ops, placements=placements, unused=unused)
@@ -75,7 +80,7 @@ def bypass_needless_ops(division: Division) -> None:
 
 def _candidates(graph: tf.Graph) -> Iterator[tf.Operation]:
     """Yields the ops that may be needless; a `Unique` after those that use its places."""
-    types = (*op_types.REDUCTIONS, op_types.RESHAPE, op_types.SUM_BY_ID)
+    types = (*op_types.REDUCTIONS, op_types.RESHAPE, op_types.UNSORTED_SEGMENT_SUM)
     yield from graphs.ops_of_types(graph, types)
     yield from graphs.ops_of_types(graph, (op_types.UNIQUE,))
 
@@ -104,7 +109,7 @@ def _source_to_use_instead(
     """What users can use in place of a needless op; None if it's needed.
 
     Args:
-      op: a sharded reduction or reshape.
+      op: one of `_candidates`, sharded.
       plan: its plan.
       redirections: what is going to be used in place of inputs of ops.
     """
@@ -117,7 +122,9 @@ def _source_to_use_instead(
     source = redirections.in_place_of(op.inputs[0])
     output = op.outputs[0]
     placement = plan.placements.get(source.name)
-    if op.type == op_types.SUM_BY_ID and not _are_own_places(plan.placements, op.inputs[1]):
+    if op.type == op_types.UNSORTED_SEGMENT_SUM and not _are_own_places(
+        plan.placements, op.inputs[1]
+    ):
         return None
     if not isinstance(placement, (Partial, Shard)) or placement != plan.placements.get(output.name):
         return None

@@ -70,7 +70,7 @@ _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
 # What lookups of sparse ids make of each row: it's zero without entries.
 _SUMS = ('SegmentSum', *_SPARSE)
-SUMS_BY_ID = (op_types.SUM_BY_ID, *_GRADIENTS, *_SPARSE_GRADIENTS)
+SUMS_BY_ID = (op_types.UNSORTED_SEGMENT_SUM, *_GRADIENTS, *_SPARSE_GRADIENTS)
 """Types of ops of which towers may have partial sums by id."""
 
 
@@ -414,13 +414,19 @@ def _gradient_of_gather(
     count = _count_of_ids(places.ids, op.inputs[2], sizes)
     if count is None:
         return None
+    if places.rows is places.ids:
+        # Each id has one row. These aren't parts of a sum: towers with the same id have the same.
+        rows = Shard(0, places.ids)
+        if placement != rows or data_dims[0] != full_size(places.ids):
+            return None
+        return Decision(OpPlan((LOCAL, LOCAL, count)), [rows], [data_dims])
     # There are as many rows as places, or the op fails.
     data = LOCAL if placement == Shard(0, places.rows) else Slice(0, places.rows, ONE)
     needs = (data, LOCAL, count)
     return _summed_by_id(places.ids, needs, data_dims)
 
 
-def decide_of_sums(
+def decide_of_sums_by_id(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
     """How an op on the sums by id that towers have is sharded; None if it needs the full ones.
@@ -437,16 +443,19 @@ def decide_of_sums(
     if not dims or dims[0] != full_size(ids):
         return None
     if op.type == op_types.RESHAPE:
-        return _reshaped_sums(ids, sizes.entries(op.inputs[1]))
-    if op.type == op_types.SUM_BY_ID:
+        return _reshaped_sums_by_id(ids, sizes.entries(op.inputs[1]))
+    if op.type == op_types.UNSORTED_SEGMENT_SUM:
         return _sums_of_sums(op, ids, placements[1], dims, sizes)
     return None
 
 
-def _reshaped_sums(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
+def _reshaped_sums_by_id(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
     local_shape = local_shape_of(shape, 0, ids)
     if not shape or local_shape is None or shape[0] != full_size(ids):
+        return None
+    # A tower without ids can't tell what -1 stands for, as it has no entries.
+    if any(size == Size(-1) or ids in size.symbols for size in shape[1:]):
         return None
     return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [list(shape)])
 
@@ -468,8 +477,8 @@ def _sums_of_sums(
             return None
         return _summed_by_id(segments.ids, (LOCAL, LOCAL, count), dims)
     rows = sizes.entries(op.inputs[2])
-    if segments != Shard(0, ids) or not rows:
-        return None
+    if segments != Shard(0, ids) or not rows or sizes.numbers(op.inputs[2]) is None:
+        return None  # If the batch tells the number, parts may be as large as what they're made of.
     plan = OpPlan((LOCAL, LOCAL, FULL))
     return Decision(plan, [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
 
@@ -537,7 +546,7 @@ _RULES = {
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
     op_types.UNIQUE: _unique,
     'GatherV2': _take_of_ids,
-    op_types.SUM_BY_ID: _gradient_of_gather,
+    op_types.UNSORTED_SEGMENT_SUM: _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,
@@ -548,6 +557,6 @@ _RULES = {
 PADS_AND_SLICES = ('Pad', 'PadV2', 'Slice')
 """Types of ops for which these rules are asked first. If none holds, that of the table counts."""
 # Of these, only ops that are given positions or places.
-_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.SUM_BY_ID)
+_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.UNSORTED_SEGMENT_SUM)
 TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *PADS_AND_SLICES})
 """Types of ops that are sharded by these rules, or run once."""

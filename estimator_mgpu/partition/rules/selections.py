@@ -73,9 +73,9 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    are_used_one_by_one,
     full_size,
     is_ordered,
+    may_be_paired,
     product,
 )
 
@@ -234,7 +234,7 @@ def _is_without_padding(mask: tf.Tensor, sizes: Sizes) -> bool:
 
     So say `tf.sparse.from_dense`, and feature columns, which are given ids that are padded by -1.
     """
-    if mask.op.type != 'NotEqual' or (sizes.rank(mask) or 0) < 2:
+    if mask.op.type != 'NotEqual' or sizes.rank(mask) < 2:
         return False
     padding = mask.op.inputs[1]
     return padding.shape.rank == 0 or is_zero(padding)
@@ -472,7 +472,7 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
         if positions.selection.name not in to_last.summed or count != full_size(to_last):
             return None
         rows = to_last
-    elif are_used_one_by_one(count, rows) and factor == ONE:
+    elif may_be_paired(count, rows) and factor == ONE:
         return Slice(0, rows, ONE)
     elif not count.same_as(positions.total):
         return None

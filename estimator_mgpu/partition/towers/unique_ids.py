@@ -78,7 +78,7 @@ def add_up(
     """Adds up what towers have of the same ids."""
     joined = gather_selection(shards, sums, dtype, 0, device)
     inputs = [joined, merged.places, merged.size]
-    return shards.nodes.add(op_types.SUM_BY_ID, inputs, device, **_types(dtype))
+    return shards.nodes.add(op_types.UNSORTED_SEGMENT_SUM, inputs, device, **_types(dtype))
 
 
 def take_first(

@@ -27,8 +27,10 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
+from estimator_mgpu.partition.rules.selections import before_arrangement
 from estimator_mgpu.partition.sizes import (
     ONE,
+    DenseEntries,
     Dim,
     Entries,
     Largest,
@@ -39,8 +41,8 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Splits,
     UniqueRows,
-    are_used_one_by_one,
     full_size,
+    may_be_paired,
     per_row,
     product,
 )
@@ -59,8 +61,10 @@ from estimator_mgpu.tf_internals import op_types
 
 _OTHER_ENTRIES = (
     'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
-    'must have the same number of entries. Ids of -1 and weights of 0 are none: give a weight '
-    'other than 0 for each id, and 0 for each -1. The numbers of entries are'
+    'must have the same number of entries that a mask such as `x != -1` or `tf.sparse.from_dense` '
+    'keeps. Give tensors of which as many are kept. Feature columns leave out ids of -1 and '
+    'weights of 0: give a weight other than 0 for each id, and 0 for each -1. '
+    'The numbers of entries of'
 )
 
 
@@ -105,6 +109,7 @@ class Values:
             name: op_plan.padding for name, op_plan in plan.ops.items() if op_plan.padding
         }
         self._titles = division.batch.titles_of_entries()
+        self._dense_titles = division.batch.titles_of_dense()
         self._sums_of_entries = SumsOfEntries(
             self._graph, nodes, self.batch_shards, self._titles, origins.device_of_full
         )
@@ -194,16 +199,25 @@ class Values:
         if dims and dims[need.axis].same_as(rows):
             return full
         count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
-        if dims and are_used_one_by_one(dims[need.axis], need.rows):
-            return self._if_as_many_entries(tensor, full, need.axis, count, device)
+        if dims and may_be_paired(dims[need.axis], need.rows):
+            others = self._title_of_dense(need.rows)
+            titles = f'{self._title_of_dense(dims[need.axis].rows)}, {others}'
+            return self._if_as_many_entries(tensor, full, need.axis, count, titles, device)
         # A split into `count` rows and none fails if there are more or fewer. Grappler would remove
         # one into a single part.
         parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
         types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
         return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
 
+    def _title_of_dense(self, rows: RowSpace | None) -> str:
+        """What a message calls the dense tensor with some of whose entries a row space begins."""
+        assert isinstance(rows, DenseEntries)
+        mask = before_arrangement(self._graph.get_tensor_by_name(rows.name).op.inputs[0])
+        dense = before_arrangement(mask.op.inputs[0])
+        return self._dense_titles.get(dense.name, dense.name)
+
     def _if_as_many_entries(
-        self, tensor: tf.Tensor, full: str, axis: int, others: Number, device: str
+        self, tensor: tf.Tensor, full: str, axis: int, others: Number, titles: str, device: str
     ) -> str:
         """A full value, which fails unless it has as many entries as others have.
 
@@ -212,6 +226,7 @@ class Values:
           full: its full value.
           axis: the dimension along which the entries are.
           others: how many others there are, int64.
+          titles: what the message calls the tensors, this one first.
           device: that of the full value.
         """
         nodes = self._nodes
@@ -220,7 +235,7 @@ class Values:
         types = {'Tparams': tf.int64, 'Tindices': tf.int32}
         count = nodes.add('Gather', [shape, axis], nodes.host, **types)
         counts = nodes.tensor([count, others], tf.int64, tf.int64)
-        message = nodes.const(_OTHER_ENTRIES, tf.string, nodes.host)
+        message = nodes.const(f'{_OTHER_ENTRIES} {titles} are', tf.string, nodes.host)
         same = nodes.add('Equal', [count, nodes.scalar(others, tf.int64)], nodes.host, T=tf.int64)
         check = nodes.add(
             'Assert', [same, message, counts], nodes.host, T=(tf.string, tf.int64), summarize=2
