@@ -423,9 +423,9 @@ class _Pass:
                         break
                     rearrangements.append(tensor.op)
                     tensor = source
+                if tensor.name not in self.scope.reduced and self._is_of_sums_by_id(tensor):
+                    self.is_last = False  # It may run once: see `decide_of_partial`.
                 self.scope.reduced.add(tensor.name)
-                if self._is_of_sums_by_id(tensor):
-                    self.is_last = False  # It runs once: see `decide_of_partial`.
                 self._visit_again(tensor, rearrangements[::-1])
 
     def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
