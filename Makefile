@@ -17,8 +17,8 @@ TF ?=
 DEVICES ?= 2
 # More arguments for pytest, such as ARGS='-k gradients'.
 ARGS ?=
-# Two processes for tests more than a small machine has cores, as tests of clusters mostly wait.
-WORKERS ?= 4
+# One process for tests more than this machine has cores, as tests of clusters mostly wait.
+WORKERS ?= 3
 
 python := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 venv := .venv/python$(python)-tensorflow$(or $(TF),-newest)
