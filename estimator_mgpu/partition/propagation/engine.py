@@ -45,6 +45,7 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     Splits,
+    UniqueRows,
     full_size,
 )
 from estimator_mgpu.tf_internals import graphs, op_types, private
@@ -429,11 +430,13 @@ class _Pass:
                 self._visit_again(tensor, rearrangements[::-1])
 
     def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
-        """Whether towers make sums of the sums that they have by id."""
+        """Whether towers add up the sums that they have by id, and the result isn't by id."""
         op = tensor.op
-        return op.type == op_types.UNSORTED_SEGMENT_SUM and isinstance(
-            self.scope.placement_of(op.inputs[0]), Partial
-        )
+        if op.type != op_types.UNSORTED_SEGMENT_SUM:
+            return False
+        rows = rows_of(self.scope.placement_of(tensor))
+        is_of_sums = isinstance(self.scope.placement_of(op.inputs[0]), Partial)
+        return is_of_sums and not isinstance(rows, UniqueRows)
 
     def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
         """Lets ops run once that have passed on a partial result that is now reduced before them.
