@@ -1,7 +1,7 @@
 """On which device ops that run once run, and on which one sums and gathers are made.
 
 That is the device of the variable that they serve: a gradient is summed where its variable lives.
-Only that of a table, whose rows are summed by id, may be summed on a device without a table.
+Only the gradient of a table's rows, which is summed by id, may be on a device without a table.
 `variable_devices` decides where variables live.
 """
 
@@ -128,10 +128,10 @@ def _share_out_ids(
 ) -> None:
     """Decides where the different ids of towers are put together, and what belongs to them.
 
-    These are the ids that are looked up in a table, and the sums of its gradient by id. Its update
-    keeps the table's device busy. So a device without a table adds them up, if there is one on the
-    machine, and sends one row of each id to the table's device. If all devices have tables, that
-    device does it, which is given the ids for the lookup anyhow.
+    These are the ids that are looked up in a table, and the sums of its gradient by id. The table's
+    device is busy with the update. So a device without a table puts them together, if the machine
+    has one, and sends one row of each id to the table's device. Otherwise the table's device does
+    it: it's given the ids for the lookup anyhow.
 
     Args:
       plan: what towers have.

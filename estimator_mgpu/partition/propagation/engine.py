@@ -425,12 +425,16 @@ class _Pass:
                     rearrangements.append(tensor.op)
                     tensor = source
                 if tensor.name not in self.scope.reduced and self._is_of_sums_by_id(tensor):
-                    self.is_last = False  # It may run once: see `decide_of_partial`.
+                    # In the next pass it may run once: see `decide_of_partial`.
+                    self.is_last = False
                 self.scope.reduced.add(tensor.name)
                 self._visit_again(tensor, rearrangements[::-1])
 
     def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
-        """Whether towers add up the sums that they have by id, and the result isn't by id."""
+        """Whether towers add up the sums that they have by id, and the result isn't by id.
+
+        For example, a sparse gradient is made dense: whole tables would be sent, not some rows.
+        """
         op = tensor.op
         if op.type != op_types.UNSORTED_SEGMENT_SUM:
             return False
