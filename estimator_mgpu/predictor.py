@@ -19,7 +19,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches import batch, feeding
 from estimator_mgpu.checkpoints import checkpoint_files
-from estimator_mgpu.errors import failures
+from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import Call, Progress
 from estimator_mgpu.tf_internals import op_types, tf_estimator
 
@@ -83,7 +83,7 @@ class Predictor:
             an array: NumPy's, an eager tensor, a list.
         """
         feeding.check_arrays(features)
-        with failures.op_errors_explained(), self._running_call():
+        with step_errors.op_errors_explained(), self._running_call():
             call = self._estimator._call(_PREDICT)
             while True:
                 with self._opened(features, call) as model:
@@ -233,7 +233,7 @@ class Predictor:
         # If memory turns out to be too small, the next model is one like this.
         self._checkpoint_path = path
         self._specs = specs
-        has_hooks = any(not isinstance(hook, failures.ExplainErrorsHook) for hook in hooks)
+        has_hooks = any(not isinstance(hook, step_errors.ExplainErrorsHook) for hook in hooks)
         return _Model(inputs, predictions, session, has_hooks, progress)
 
 

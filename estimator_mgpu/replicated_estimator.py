@@ -21,7 +21,7 @@ from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.restarts import LastStep
 from estimator_mgpu.cluster.serve import serve
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
-from estimator_mgpu.errors import failures
+from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
 from estimator_mgpu.replicate import (
@@ -145,7 +145,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
           warm_start: the settings of what variables start from.
         """
         files = checkpoint_files.checked_files(self.model_dir, checkpoint_path, warm_start)
-        with failures.op_errors_explained(), files:
+        with step_errors.op_errors_explained(), files:
             yield
 
     def _call(self, mode: str) -> Call:

@@ -11,7 +11,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.errors import failures, user_lines
+from estimator_mgpu.errors import step_errors, user_lines
 from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.tf_internals import private
 from estimator_mgpu.tf_internals.tracebacks import Tracebacks
@@ -483,7 +483,7 @@ def test_a_session_whose_run_another_hook_has_replaced():
     runs = Runs()
     with tf.Graph().as_default():
         three = tf.constant(3.0)
-        hooks = [runs, failures.ExplainErrorsHook()]
+        hooks = [runs, step_errors.ExplainErrorsHook()]
         with tf.train.MonitoredSession(hooks=hooks) as session:
             assert session.run(three) == 3.0
     assert runs.count == 1
@@ -492,7 +492,7 @@ def test_a_session_whose_run_another_hook_has_replaced():
 def test_the_run_of_a_session_that_is_gone():
     with tf.Graph().as_default():
         session = tf.Session()
-        failures.ExplainErrorsHook().after_create_session(session, None)
+        step_errors.ExplainErrorsHook().after_create_session(session, None)
     run = session.run
     assert run.__name__ == 'run'  # as that of any session
     session.close()
@@ -517,7 +517,7 @@ def ranked(features, labels, mode):
 
 def raised(error):
     """The error that is raised in place of another one."""
-    with pytest.raises(type(error)) as info, failures.op_errors_explained():
+    with pytest.raises(type(error)) as info, step_errors.op_errors_explained():
         raise error
     return info.value
 
@@ -547,7 +547,7 @@ def test_what_helps_if_memory_is_short():
 
 
 def test_what_helps_if_it_is_unknown_which_op_has_failed(monkeypatch):
-    monkeypatch.setattr(failures, '_failed_op', None)  # So calling it fails.
+    monkeypatch.setattr(step_errors, '_failed_op', None)  # So calling it fails.
     said = out_of_memory(NAMES.copy('MatMul', 1))
     assert said.startswith('To need less memory on each device, use replicate(microbatches=2), ')
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.errors import failures
+from estimator_mgpu.errors import step_errors
 from estimator_mgpu.tf_internals import error_messages, op_types, private
 
 # TensorFlow's errors of a file that can't be written. What writes summaries raises RuntimeError.
@@ -88,7 +88,7 @@ def checked_files(
     try:
         yield
     except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as raised:
-        error = failures.original(raised)
+        error = step_errors.original(raised)
         if _op_type(error) == op_types.CHECKPOINT_READ:
             if not isinstance(error, _RESTORE_ERRORS) or _is_of_other_variables(error):
                 raise

@@ -21,7 +21,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
 from estimator_mgpu.checkpoints import checkpoint_files
-from estimator_mgpu.errors import failures
+from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory import memory_advice
 from estimator_mgpu.tf_internals import (
     error_messages,
@@ -187,7 +187,7 @@ class Attempt:
         auto = self._call.auto
         if auto is None or not isinstance(raised, tf.errors.ResourceExhaustedError):
             return False
-        error = failures.original(raised)
+        error = step_errors.original(raised)
         is_of_disk = checkpoint_files.is_of_writing(error, self._call.model_dir)
         if is_of_disk or not error_messages.is_of_step_memory(error):
             return False

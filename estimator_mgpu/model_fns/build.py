@@ -17,7 +17,7 @@ from estimator_mgpu.batches import batch, end_of_data, unknown_ranks
 from estimator_mgpu.checkpoints import checkpoint_files, large_checkpoints
 from estimator_mgpu.cluster import sessions
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.errors import failures
+from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
 from estimator_mgpu.model_fns import refused_gradients
 from estimator_mgpu.model_fns.spec_results import (
@@ -88,7 +88,7 @@ def build(
             not_held=end_of_data.writes_to_hold(graph, tensors, result_ops(spec))[0],
         )
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
-    spec = failures.explain_errors(spec)
+    spec = step_errors.explain_errors(spec)
     if step.plan is not None or step.recomputation is not None:
         refused_gradients.refuse(tf.get_default_graph(), ops_before)
     steps.record(step)

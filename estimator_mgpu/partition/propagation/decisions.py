@@ -37,10 +37,10 @@ from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import (
     OF_PLACEMENTS,
     entries,
-    handles,
     lists,
     selections,
     sparse,
+    tensor_arrays,
 )
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
@@ -155,7 +155,7 @@ def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -
         decision = rule(scope, op, _of_batch(placements, scope.batch))
     elif op_type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
-        decision = handles.decide(
+        decision = tensor_arrays.decide(
             op,
             [of_list, *placements[1:]],
             scope.batch,

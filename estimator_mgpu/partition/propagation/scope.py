@@ -17,7 +17,7 @@ from estimator_mgpu.partition.placements import (
     RowList,
 )
 from estimator_mgpu.partition.plan import FULL, LOCAL, Decision, OpPlan
-from estimator_mgpu.partition.rules import handles, lists
+from estimator_mgpu.partition.rules import lists, tensor_arrays
 from estimator_mgpu.partition.rules.notation import Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entries, RowSpace, RowsToLast
@@ -190,7 +190,7 @@ class Scope:
             return  # An op gives the list with another element as another TensorList.
         self.placements[source.name] = placement
         if source.op.type in op_types.NEW_HANDLES and placement != FLOW:
-            plan = handles.new_list(source.op, placement)
+            plan = tensor_arrays.new_list(source.op, placement)
             self.ops[source.op.name] = plan._replace(needs=(LOCAL,)) if self.in_function else plan
 
     def make_lists(self, op: OpOrLoop, decision: Decision) -> bool:
@@ -240,12 +240,12 @@ class Scope:
         if op.type in op_types.NEW_HANDLES:
             placement = placements.get(passed_on(op.outputs[0]).name, REPLICATE)
             is_by_row = isinstance(placement, RowList)
-            made[op.name] = handles.new_list(op, placement if is_by_row else REPLICATE)
+            made[op.name] = tensor_arrays.new_list(op, placement if is_by_row else REPLICATE)
         elif op.type == op_types.CONST:
             made[op.name] = OpPlan()  # A flow that begins with 0.0, as in a sum of them.
         elif op.type in op_types.PASS_ON:
             made[op.name] = OpPlan((LOCAL, *[FULL] * (len(op.inputs) - 1)))
-        elif op.type in handles.PUTS:
+        elif op.type in tensor_arrays.PUTS:
             if placements.get(passed_on(op.inputs[0]).name) != REPLICATE_LIST:
                 return False
             made[op.name] = OpPlan((LOCAL, *[FULL] * (len(op.inputs) - 2), LOCAL))

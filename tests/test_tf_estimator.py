@@ -1,4 +1,4 @@
-"""compat: what importing it does, each time in a fresh process."""
+"""`tf.estimator` and Keras 2: what importing the package does, each time in a fresh process."""
 
 import os
 import subprocess
