@@ -27,7 +27,6 @@ from estimator_mgpu.partition.sizes import (
     Splits,
     UniqueRows,
     UnknownSize,
-    full_size,
     known,
     origin_of,
     per_row,
@@ -116,7 +115,7 @@ class Sizes:
           rank: the number of dimensions, if TensorFlow doesn't know it.
         """
         dims = self.static_dims(tensor, rank)
-        dims[shard.axis] = factor * full_size(shard.rows)
+        dims[shard.axis] = factor * shard.rows.size
         return dims
 
     def start_row_space(self, tensor: tf.Tensor) -> None:
@@ -133,7 +132,7 @@ class Sizes:
         dims = self.dims(tensor)
         if dims and dims[0].number == 1 and [type(one) for one in dims[0].symbols] == [Dim]:
             rows = RowSpace(tensor.name, None)
-            self.set_dims(tensor, [full_size(rows), *dims[1:]])
+            self.set_dims(tensor, [rows.size, *dims[1:]])
 
     def selections(
         self,
@@ -173,7 +172,7 @@ class Sizes:
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
         """The symbol for a dimension that is known only when the step runs."""
-        return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
+        return Size.of(Dim(f'{self._scope}{tensor.name}', axis))
 
     def per_row(self, tensor: tf.Tensor, axis: int, rows: RowSpace) -> Size | None:
         """How many entries each row has in a dimension; None if they aren't known to be as many."""
@@ -262,7 +261,7 @@ class Sizes:
 
     def _symbol(self, tensor: tf.Tensor, position: int) -> Size:
         """The symbol for an entry that is known only when the step runs."""
-        return Size(1, (Entry(f'{self._scope}{tensor.name}', position),))
+        return Size.of(Entry(f'{self._scope}{tensor.name}', position))
 
 
 def _constant(tensor: tf.Tensor) -> ndarray:
@@ -349,8 +348,8 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
     dims = sizes.dims(x)
     behind = sizes.dims(filler) or []
     rows = behind[0].rows if behind else None
-    if rows is not None and dims == [ONE] and behind == [full_size(rows)]:
-        return [Size(1, (Splits(rows),))]  # Such as a 0, and the ends of rows behind it.
+    if rows is not None and dims == [ONE] and behind == [rows.size]:
+        return [Size.of(Splits(rows))]  # Such as a 0, and the ends of rows behind it.
     if filler.op.type != op_types.FILL or filler.op.inputs[0].op.type != 'Sub' or not dims:
         return None
     count, count_of_x = filler.op.inputs[0].op.inputs

@@ -43,7 +43,7 @@ from estimator_mgpu.partition.rules import (
     sparse,
 )
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
+from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows
 from estimator_mgpu.tf_internals import op_types
 
 _BY_PLACEMENTS = OF_PLACEMENTS | set(entries.PADS_AND_SLICES)
@@ -107,7 +107,7 @@ def _keeps_ids(op: tf.Operation, decision: Decision) -> bool:
                 return False
             continue
         dims = decision.dims[index] if decision.dims else None
-        if placement != Shard(0, rows) or not dims or dims[0] != full_size(rows):
+        if placement != Shard(0, rows) or not dims or dims[0] != rows.size:
             return False
     return True
 
@@ -118,14 +118,14 @@ def _keeps_order(decision: Decision) -> bool:
     They are put in the order of the batch by a number for each row.
     """
     for need in decision.plan.needs:
-        if isinstance(need, SparseRows) and not is_ordered(need.rows):
+        if isinstance(need, SparseRows) and not need.rows.is_ordered:
             return False
-        if isinstance(need, Slice) and not is_ordered(need.rows) and need.factor != ONE:
+        if isinstance(need, Slice) and not need.rows.is_ordered and need.factor != ONE:
             return False
     for placement, dims in zip(decision.placements, decision.dims):
-        if not isinstance(placement, Shard) or is_ordered(placement.rows):
+        if not isinstance(placement, Shard) or placement.rows.is_ordered:
             continue
-        if dims is None or dims[placement.axis] != full_size(placement.rows):
+        if dims is None or dims[placement.axis] != placement.rows.size:
             return False
     return True
 

@@ -46,7 +46,6 @@ from estimator_mgpu.partition.sizes import (
     Size,
     Splits,
     UniqueRows,
-    full_size,
 )
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
@@ -173,7 +172,7 @@ def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
     """Begins with a dense tensor of the batch: it's sharded along dimension 0."""
     scope.placements[tensor.name] = Shard(0, scope.batch)
     dims = scope.sizes.dims(tensor) or []
-    scope.sizes.set_dims(tensor, [full_size(scope.batch), *dims[1:]])
+    scope.sizes.set_dims(tensor, [scope.batch.size, *dims[1:]])
 
 
 def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.RaggedTensor) -> None:
@@ -183,9 +182,9 @@ def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.Ragg
     if isinstance(tensor, tf.SparseTensor):
         entries = scope.sizes.entries(tensor.dense_shape)
         if entries:
-            scope.sizes.set_entries(tensor.dense_shape, [full_size(scope.batch), *entries[1:]])
+            scope.sizes.set_entries(tensor.dense_shape, [scope.batch.size, *entries[1:]])
     if isinstance(tensor, tf.RaggedTensor):
-        scope.sizes.set_dims(tensor.row_splits, [Size(1, (Splits(scope.batch),))])
+        scope.sizes.set_dims(tensor.row_splits, [Size.of(Splits(scope.batch))])
 
 
 def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRows]:
@@ -264,7 +263,7 @@ def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows
         return {}
     [rows] = scope.sizes.selections(of_splits(splits), [values], scope.batch)
     scope.placements[values.name] = Shard(0, rows)
-    scope.sizes.set_dims(values, [full_size(rows), *scope.sizes.static_dims(values)[1:]])
+    scope.sizes.set_dims(values, [rows.size, *scope.sizes.static_dims(values)[1:]])
     return {values.name: RaggedRows(values.name, splits.name, scope.batch)}
 
 

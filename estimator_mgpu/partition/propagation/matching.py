@@ -41,8 +41,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    full_size,
-    is_ordered,
     known,
     may_be_paired,
     per_row,
@@ -173,7 +171,7 @@ class Match:
         if not isinstance(placement, Positions):
             return []
         rows = placement.rows
-        return [(operand.label, placement.factor * full_size(rows), rows)]
+        return [(operand.label, placement.factor * rows.size, rows)]
 
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
@@ -280,7 +278,7 @@ class Match:
         if way.in_blocks:
             return None  # A tower's rows don't follow each other.
         _, _, positions = self._inputs[operand.indices]
-        expected = way.factor * full_size(way.rows)
+        expected = way.factor * way.rows.size
         if isinstance(positions, Positions) and positions.total == expected:
             is_indices = placement is positions
             return LOCAL if is_indices else selections.of_positions(positions, placement)
@@ -292,7 +290,7 @@ class Match:
         """The form of indices that begin with their rows."""
         if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
             return None  # In a function, a tower doesn't know its first row.
-        if not is_ordered(way.rows) or isinstance(way.rows, UniqueRows):
+        if not way.rows.is_ordered or isinstance(way.rows, UniqueRows):
             return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
         factor = per_row(operand.total, way.rows)
@@ -401,7 +399,7 @@ class Match:
                 factor = per_row(rule_size, way.rows) if rule_size else way.factor
                 if factor is None:
                     return None
-                dims.append(factor * full_size(way.rows))
+                dims.append(factor * way.rows.size)
             elif number is None or (rule_size and rule_size.rows):
                 dims.append(rule_size or self._size_of(label) or inferred_size)
             else:

@@ -58,7 +58,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    full_size,
     origin_of,
     per_row,
 )
@@ -199,7 +198,7 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     if not own_rows or isinstance(own_rows[0], SelectedRows):
         return None
     rows = own_rows[0]
-    height = full_size(rows)
+    height = rows.size
     if not all(shape and shape[0].same_as(height) for shape in shapes):
         return None
 
@@ -209,7 +208,7 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
         if entries is None:
             return None
         positions, need = entries
-        if not positions.are_ordered or positions.total != height:
+        if not positions.selection.is_ordered or positions.total != height:
             return None  # It takes them to be in the order of the rows.
         needs_of_indices.append(need)
         needs_of_values.append(of_positions(positions, placement))
@@ -222,7 +221,7 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     crossed = SelectedRows(op.outputs[0].name, None, origin_of(rows))
     positions = Positions(crossed, (), rows, ONE)
     shape = op.outputs[2]
-    sizes.set_entries(shape, [height, Size(1, (Largest(shape.name, 1),))])
+    sizes.set_entries(shape, [height, Size.of(Largest(shape.name, 1))])
     return Decision(
         OpPlan(
             (
@@ -288,7 +287,7 @@ def _data_and_ids(
 ) -> tuple[Need, Need] | None:
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
     if isinstance(ids, PlacesOfIds):
-        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == full_size(ids.ids)
+        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == ids.ids.size
         is_of_entries = Shard(0, ids.rows) == positions.shard
         return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
@@ -311,12 +310,12 @@ def _summed_to_last(
     entries = positions.selection
     if not isinstance(entries, Entries) or op.type not in _SUMS:
         return None
-    if positions.rows is not entries.origin or positions.total != full_size(entries.origin):
+    if positions.rows is not entries.origin or positions.total != entries.origin.size:
         return None
     to_last: RowSpace = RowsToLast.of([entries.name], entries.origin)
     rows = sizes.same_for(key_of_sums(entries.name), to_last)  # or others that propagation has set
     plan = OpPlan(needs, padding=Padding(rows, entries.name))
-    return Decision(plan, [Shard(0, rows)], [[full_size(rows), *data_dims[1:]]])
+    return Decision(plan, [Shard(0, rows)], [[rows.size, *data_dims[1:]]])
 
 
 def key_of_sums(indices: str) -> tuple[str, str]:
@@ -337,13 +336,13 @@ def _pad(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Dec
     paddings = sizes.entries(op.inputs[1])  # two numbers a dimension
     if not isinstance(rows, RowsToLast) or not dims or not paddings:
         return None
-    is_of_rows = placements[0] == Shard(0, rows) and dims[0] == full_size(rows)
-    fills_up = paddings == [Size(0), full_size(rows.behind), *[Size(0)] * (len(paddings) - 2)]
+    is_of_rows = placements[0] == Shard(0, rows) and dims[0] == rows.size
+    fills_up = paddings == [Size(0), rows.behind.size, *[Size(0)] * (len(paddings) - 2)]
     if not is_of_rows or not fills_up or not op.inputs[1].shape.is_fully_defined():
         return None
     local = LocalShape(tuple(paddings), 1, rows.behind)
     plan = OpPlan((LOCAL, local, *[FULL] * (len(op.inputs) - 2)))
-    return Decision(plan, [Shard(0, rows.origin)], [[full_size(rows.origin), *dims[1:]]])
+    return Decision(plan, [Shard(0, rows.origin)], [[rows.origin.size, *dims[1:]]])
 
 
 def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -353,9 +352,9 @@ def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     rows = size[0].rows if size else None
     if not isinstance(rows, RowsToLast) or not dims or not size:
         return None
-    if placements[0] != Shard(0, rows.origin) or dims[0] != full_size(rows.origin):
+    if placements[0] != Shard(0, rows.origin) or dims[0] != rows.origin.size:
         return None
-    takes_first = sizes.numbers(op.inputs[1]) == [0] * len(size) and size[0] == full_size(rows)
+    takes_first = sizes.numbers(op.inputs[1]) == [0] * len(size) and size[0] == rows.size
     if not takes_first or not all(map(Size.same_as, size[1:], dims[1:])):
         return None
     plan = OpPlan((LOCAL, FULL, LocalShape(tuple(size), 0, rows)))
@@ -373,17 +372,17 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     rows = rows_of(placements[0])
     if not isinstance(rows, SelectedRows):
         return None
-    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
+    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [rows.size]:
         return None  # Each entry has one id.
     if isinstance(rows, UniqueRows):
         if before_arrangement(op.inputs[0]).name != rows.name:
             return None  # What is computed of different ids may be the same.
-        dims = [[full_size(rows)], [full_size(rows)]]
+        dims = [[rows.size], [rows.size]]
         return Decision(OpPlan((LOCAL,)), [Shard(0, rows), PlacesOfIds(rows, rows)], dims)
 
     picked_from = None if rows.is_ordered else rows
     ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
-    dims = [[full_size(ids)], [full_size(rows)]]
+    dims = [[ids.size], [rows.size]]
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 
 
@@ -397,9 +396,9 @@ def _take_of_ids(
     is_vector = sizes.rank(op.inputs[1]) == 1
     if not isinstance(places, PlacesOfIds) or not is_along_rows or not is_vector or not dims:
         return None
-    if looked_up != Shard(0, places.ids) or dims[0] != full_size(places.ids):
+    if looked_up != Shard(0, places.ids) or dims[0] != places.ids.size:
         return None
-    entry_dims = [full_size(places.rows), *dims[1:]]
+    entry_dims = [places.rows.size, *dims[1:]]
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
 
 
@@ -417,7 +416,7 @@ def _gradient_of_gather(
     if places.rows is places.ids:
         # Each id has one row. These aren't parts of a sum: towers with the same id have the same.
         rows = Shard(0, places.ids)
-        if placement != rows or data_dims[0] != full_size(places.ids):
+        if placement != rows or data_dims[0] != places.ids.size:
             return None
         return Decision(OpPlan((LOCAL, LOCAL, count)), [rows], [data_dims])
     # There are as many rows as places, or the op fails.
@@ -440,7 +439,7 @@ def decide_of_sums_by_id(
     dims = sizes.dims(op.inputs[0])
     if not isinstance(ids, UniqueRows) or not isinstance(placements[0], Partial):
         return None
-    if not dims or dims[0] != full_size(ids):
+    if not dims or dims[0] != ids.size:
         return None
     if op.type == op_types.RESHAPE:
         return _reshaped_sums_by_id(ids, sizes.entries(op.inputs[1]))
@@ -452,7 +451,7 @@ def decide_of_sums_by_id(
 def _reshaped_sums_by_id(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
     local_shape = local_shape_of(shape, 0, ids)
-    if not shape or local_shape is None or shape[0] != full_size(ids):
+    if not shape or local_shape is None or shape[0] != ids.size:
         return None
     # A tower without ids can't tell what -1 stands for, as it has no entries.
     if any(size == Size(-1) or ids in size.symbols for size in shape[1:]):
@@ -469,7 +468,7 @@ def _sums_of_sums(
     have different ones. And a gradient becomes dense if it's added to a dense one: the sum of each
     id is in the id's row then.
     """
-    if sizes.dims(op.inputs[1]) != [full_size(ids)]:
+    if sizes.dims(op.inputs[1]) != [ids.size]:
         return None
     if isinstance(segments, PlacesOfIds):
         count = _count_of_ids(segments.ids, op.inputs[2], sizes)
@@ -512,19 +511,19 @@ def _sparse_gradient(
     summed = _summed_by_id(rows, (gradient, LOCAL, LOCAL, FULL), dims)
     return summed._replace(
         placements=[*summed.placements, Shard(0, rows)],
-        dims=[*summed.dims, [full_size(rows)]],
+        dims=[*summed.dims, [rows.size]],
     )
 
 
 def _count_of_ids(ids: UniqueRows, count: tf.Tensor, sizes: Sizes) -> LocalShape | None:
     """The form of a scalar that says how many different ids there are; None if it doesn't."""
     entries = sizes.entries(count)
-    return local_shape_of(entries, 0, ids) if entries == [full_size(ids)] else None
+    return local_shape_of(entries, 0, ids) if entries == [ids.size] else None
 
 
 def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
     """A decision for sums by ids, of which towers have a part each."""
-    return Decision(OpPlan(needs), [Partial('sum', ids)], [[full_size(ids), *data_dims[1:]]])
+    return Decision(OpPlan(needs), [Partial('sum', ids)], [[ids.size, *data_dims[1:]]])
 
 
 # Forms.

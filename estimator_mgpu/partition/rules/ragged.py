@@ -45,8 +45,6 @@ from estimator_mgpu.partition.sizes import (
     Size,
     Splits,
     UniqueRows,
-    full_size,
-    is_ordered,
 )
 
 
@@ -62,12 +60,12 @@ def _split_strings(
         return None
     rows = strings.rows
     factor = sizes.per_row(op.inputs[0], 0, rows)
-    if factor is None or strings.in_blocks or not is_ordered(rows):
+    if factor is None or strings.in_blocks or not rows.is_ordered:
         return None
     indices, _, shape = op.outputs
     [parts] = sizes.selections(row_lengths.of_indices(indices), [indices], rows)
     positions = Positions(parts, (), rows, factor)
-    sizes.set_entries(shape, [positions.total, Size(1, (Largest(shape.name, 1),))])
+    sizes.set_entries(shape, [positions.total, Size.of(Largest(shape.name, 1))])
     others = len(op.inputs) - 1
     return Decision(
         OpPlan((LOCAL, *[FULL] * others)),
@@ -116,7 +114,7 @@ def _ragged_to_dense(
     if asked == [Size(-1)] and shape.shape.rank == 0:
         asked = [Size(-1)] * (1 + len(dims))  # A scalar asks for nothing.
 
-    found = [partition.total, Size(1, (LongestRow(op.inputs[-1].name),)), *dims[1:]]
+    found = [partition.total, Size.of(LongestRow(op.inputs[-1].name)), *dims[1:]]
     if len(asked) != len(found):
         return None
     for axis, size in enumerate(asked):
@@ -134,7 +132,7 @@ def _ragged_to_dense(
     data: Need
     placement: Placement
     if is_range(values, sizes) and sizes.entries(default) == [Size(-1)]:
-        if dims != [full_size(selection)] or not isinstance(selection, SelectedRows):
+        if dims != [selection.size] or not isinstance(selection, SelectedRows):
             return None
         data = LocalRange(selection, ONE)
         placement = PaddedPositions(selection, partition.rows)
@@ -164,12 +162,12 @@ def _partition(
         if selection is None:
             return None
         needs: tuple[Need, ...] = (RaggedRows(selection.name, splits.name, rows),)
-        return _Partition(rows, full_size(rows), selection, needs)
+        return _Partition(rows, rows.size, selection, needs)
 
     if kinds == [b'FIRST_DIM_SIZE', b'VALUE_ROWIDS']:
         count = sizes.entries(op.inputs[3])
         positions = placements[4]
-        if not isinstance(positions, Positions) or not positions.are_ordered or not count:
+        if not isinstance(positions, Positions) or not positions.selection.is_ordered or not count:
             return None
         local = local_shape_of(count, 0, positions.rows)
         if local is None or not count[0].same_as(positions.total) or positions.repeats != ONE:

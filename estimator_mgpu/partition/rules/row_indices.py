@@ -18,7 +18,7 @@ from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
 from estimator_mgpu.partition.rules.zeros import is_one
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, full_size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
@@ -59,7 +59,7 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
         return False
     matrix = first.op.inputs[0]
     dims = sizes.dims(matrix) or []
-    return dims[:1] == [full_size(rows)] and len(dims) == 2 and _is_position(matrix, 0, sizes)
+    return dims[:1] == [rows.size] and len(dims) == 2 and _is_position(matrix, 0, sizes)
 
 
 def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:

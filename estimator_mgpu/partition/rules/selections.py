@@ -73,8 +73,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    full_size,
-    is_ordered,
     may_be_paired,
     product,
 )
@@ -145,7 +143,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     factor = sizes.per_row(which, 0, rows)
     if factor is None:
         return None
-    if not is_ordered(rows) and (factor != ONE or not is_range(data, sizes)):
+    if not rows.is_ordered and (factor != ONE or not is_range(data, sizes)):
         return None  # Only positions tell the order of these rows in the batch.
 
     key = which.name, op.type, len(op.outputs)
@@ -159,7 +157,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
         # The data has as many rows, or the op fails.
         need = LOCAL if placements[0] == placements[1] else Slice(0, rows, factor)
         outputs = [Shard(0, selection) for selection in selections]
-    dims = [[full_size(selection), *data_dims[1:]] for selection in selections]
+    dims = [[selection.size, *data_dims[1:]] for selection in selections]
     return Decision(OpPlan((need, LOCAL)), outputs, dims)
 
 
@@ -202,7 +200,7 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     needs: list[Need] = []
     for placement, selection in zip(placements[count:], given):
         needs.append(LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE))
-    dims = [first.factor * full_size(first.rows), *data_dims[1:]]
+    dims = [first.factor * first.rows.size, *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
 
 
@@ -216,7 +214,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     factor = None if rows is None else sizes.per_row(mask, 0, rows)
     if rows is None or factor is None:
         return None
-    if not is_ordered(rows) and (factor != ONE or sizes.rank(mask) != 1):
+    if not rows.is_ordered and (factor != ONE or sizes.rank(mask) != 1):
         return None  # Their order among those of all towers is told by one number for each row.
 
     # A mask that is reshaped has the same true entries.
@@ -226,7 +224,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     [selection] = sizes.selections(key, op.outputs, rows, kind)
     columns = Size(sizes.rank(op.inputs[0]))
     positions = Positions(selection, (), rows, factor)
-    return Decision(OpPlan((LOCAL,)), [positions], [[full_size(selection), columns]])
+    return Decision(OpPlan((LOCAL,)), [positions], [[selection.size, columns]])
 
 
 def _is_without_padding(mask: tf.Tensor, sizes: Sizes) -> bool:
@@ -397,7 +395,7 @@ def _are_numbers_of_rows(tensor: tf.Tensor, rows: RowSpace, sizes: Sizes) -> boo
     """Whether a vector has, for each entry of a row, the number of the row: `[0, 0, 1, 1]`, say."""
     if isinstance(rows, SelectedRows) or sizes.rank(tensor) != 1:
         return False
-    return tensor.dtype in _INDEX_TYPES and are_rows(tensor, full_size(rows), sizes)
+    return tensor.dtype in _INDEX_TYPES and are_rows(tensor, rows.size, sizes)
 
 
 def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -469,7 +467,7 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
     to_last = count.rows
     if isinstance(to_last, RowsToLast) and rows is to_last.origin and factor == ONE:
         # Behind these, there are no entries.
-        if positions.selection.name not in to_last.summed or count != full_size(to_last):
+        if positions.selection.name not in to_last.summed or count != to_last.size:
             return None
         rows = to_last
     elif may_be_paired(count, rows) and factor == ONE:

@@ -33,7 +33,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UnknownSize,
-    full_size,
     per_row,
     product,
 )
@@ -301,7 +300,7 @@ def _slice_labels(
 
 def _is_of_rows(size: Size) -> bool:
     """Whether a dimension has an entry for each row of a row space."""
-    return size.rows is not None and size == full_size(size.rows)
+    return size.rows is not None and size == size.rows.size
 
 
 def _size_of_range(
@@ -311,8 +310,8 @@ def _size_of_range(
 
     As in Python, numbers below 0 are counted from the end, and there may be fewer rows.
     """
-    if last.same_as(full_size(rows)):
-        last = full_size(rows)
+    if last.same_as(rows.size):
+        last = rows.size
     return _size_of_part((rows, first, last), tensor, sizes)
 
 
@@ -325,7 +324,7 @@ def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -
       part: says which part it is. Of equal parts, the rows are the same.
     """
     # Its number isn't static even if the graph knows it: it may be smaller than that of devices.
-    return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, None)))
+    return sizes.same_for(('part', *part), RowSpace(tensor.name, None)).size
 
 
 def _size_of_blocks(begin: Size, end: Size, dim: Size, rows: RowSpace | None) -> Size | None:
@@ -468,7 +467,7 @@ def _sum(summands: Sequence[Size]) -> Size | None:
         total = sum([require(count) for count in counts], Size(0))
     except (NotSharded, UnknownSize):
         return None
-    return total if rows is None else total * full_size(rows)
+    return total if rows is None else total * rows.size
 
 
 def _split(op: tf.Operation, sizes: Sizes) -> Signature:

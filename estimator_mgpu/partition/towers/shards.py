@@ -24,7 +24,6 @@ from estimator_mgpu.partition.sizes import (
     RowSpace,
     SelectedRows,
     Size,
-    full_size,
     per_row,
 )
 from estimator_mgpu.partition.tower import (
@@ -146,7 +145,7 @@ class Shards:
         """A tower's extent, and the type of its integers: found once for all that is sliced."""
         key = factor, tower.number
         if key not in self._extents_with_types:
-            index = index_type(factor * full_size(self.rows))
+            index = index_type(factor * self.rows.size)
             self._extents_with_types[key] = self.extent(factor, tower, index), index
         return self._extents_with_types[key]
 
