@@ -364,8 +364,5 @@ _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
     'StridedSlice': _shape_of_slice,
-    **dict.fromkeys(
-        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')],
-        _shape_of_segments,
-    ),
+    **dict.fromkeys(op_types.UNSORTED_SEGMENTS, _shape_of_segments),
 }

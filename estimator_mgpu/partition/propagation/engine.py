@@ -29,7 +29,7 @@ from estimator_mgpu.partition.propagation.branches import (
     decide_merge,
     decide_switch,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial
+from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Scope
@@ -45,7 +45,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     Splits,
-    UniqueRows,
 )
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
@@ -423,23 +422,11 @@ class _Pass:
                         break
                     rearrangements.append(tensor.op)
                     tensor = source
-                if tensor.name not in self.scope.reduced and self._is_of_sums_by_id(tensor):
-                    # In the next pass it may run once: see `decide_of_partial`.
-                    self.is_last = False
+                is_new = tensor.name not in self.scope.reduced
+                if is_new and makes_dense(self.scope, tensor.op, self.scope.placement_of(tensor)):
+                    self.is_last = False  # It may run once in the next pass.
                 self.scope.reduced.add(tensor.name)
                 self._visit_again(tensor, rearrangements[::-1])
-
-    def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
-        """Whether towers add up the sums that they have by id, and the result isn't by id.
-
-        For example, a sparse gradient is made dense: whole tables would be sent, not some rows.
-        """
-        op = tensor.op
-        if op.type != op_types.UNSORTED_SEGMENT_SUM:
-            return False
-        rows = rows_of(self.scope.placement_of(tensor))
-        is_of_sums = isinstance(self.scope.placement_of(op.inputs[0]), Partial)
-        return is_of_sums and not isinstance(rows, UniqueRows)
 
     def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
         """Lets ops run once that have passed on a partial result that is now reduced before them.

@@ -78,13 +78,12 @@ class Match:
         self._sizes = scope.sizes
         self._inputs = list(zip(op.inputs, signature.inputs, placements))
 
-    def decision(self) -> Decision | None:
-        """How the op is sharded, in the first way that is possible; None if none is."""
+    def decisions(self) -> Iterator[Decision]:
+        """Yields how the op is sharded, in each way that is possible, the best first."""
         for way in self._ways():
             decision = self._decision(way)
             if decision is not None:
-                return decision
-        return None
+                yield decision
 
     # Which ways there are.
 
@@ -167,11 +166,20 @@ class Match:
     def _along_entries(
         self, operand: EntriesOf, placement: Placement
     ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the rows of a sparse tensor of which each tower has its entries."""
+        """The same for the rows of a sparse tensor of which each tower has its entries.
+
+        By its shape, it may have more rows, the last of them without entries. If these were shared
+        over the towers, a tower's rows wouldn't be those in which its entries are counted.
+        """
         if not isinstance(placement, Positions):
             return []
-        rows = placement.rows
-        return [(operand.label, placement.factor * rows.size, rows)]
+        for shape, of_shape, _ in self._inputs:
+            if isinstance(of_shape, SizesOf) and operand.label in of_shape.labels:
+                heights = self._sizes.entries(shape)
+                axis = of_shape.labels.index(operand.label)
+                if not heights or not heights[axis].same_as(placement.total):
+                    return []
+        return [(operand.label, placement.total, placement.rows)]
 
     def _along_sizes(
         self, tensor: tf.Tensor, operand: SizesOf
@@ -231,8 +239,6 @@ class Match:
                 factor = per_row(dims[axis], way.rows) or way.factor
                 placements.append(way.shard(axis, factor))
             elif self._signature.reduce:
-                if isinstance(way.rows, UniqueRows):
-                    return None  # Several towers may have the same id.
                 placements.append(Partial(self._signature.reduce, way.rows))
             else:
                 placements.append(REPLICATE)
@@ -290,8 +296,6 @@ class Match:
         """The form of indices that begin with their rows."""
         if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
             return None  # In a function, a tower doesn't know its first row.
-        if not way.rows.is_ordered or isinstance(way.rows, UniqueRows):
-            return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
         factor = per_row(operand.total, way.rows)
         if need is None or factor is None:
@@ -316,8 +320,6 @@ class Match:
             return None
         if dims[axis] == ONE:
             return FULL  # It's broadcast to all examples.
-        if isinstance(way.rows, UniqueRows):
-            return None  # A tower's ids don't follow each other.
         factor = per_row(dims[axis], way.rows)
         if way.factor == ONE and may_be_paired(dims[axis], way.rows):
             factor = ONE

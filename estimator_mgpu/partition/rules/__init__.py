@@ -57,7 +57,10 @@ RULES: dict[str, Rule] = {
 OF_DEVICE = neural_networks.OF_DEVICE
 
 OF_PLACEMENTS = frozenset([*selections.TYPES, *entries.TYPES])
-"""Types of ops that are sharded by what towers have of their inputs, or run once."""
+"""Types of ops that are sharded by what towers have of their inputs, if they can be.
+
+If they can't, the rule of the table counts, if there is one.
+"""
 
 # What `propagation` decides without a rule of the table.
 _DECIDED_APART = frozenset(

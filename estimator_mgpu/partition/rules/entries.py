@@ -69,17 +69,15 @@ _GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
 _SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
 # What lookups of sparse ids make of each row: it's zero without entries.
 _SUMS = ('SegmentSum', *_SPARSE)
-SUMS_BY_ID = (op_types.UNSORTED_SEGMENT_SUM, *_GRADIENTS, *_SPARSE_GRADIENTS)
-"""Types of ops of which towers may have partial sums by id."""
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """How an op on entries is sharded; None if it has to run once.
 
     Args:
-      op: one of `TYPES`, or one that is given positions or places.
+      op: one of `TYPES`, or one that is given positions or places of ids.
     """
-    rule = _RULES.get(op.type)
+    rule = _RULES.get(op.type) or _USES.get(op.type)
     positions = [placement for placement in placements if isinstance(placement, Positions)]
     if rule is None or any(isinstance(one.rows, UniqueRows) for one in positions):
         return None  # What is in rows of different ids, several towers may have.
@@ -386,22 +384,6 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
 
 
-def _take_of_ids(
-    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
-) -> Decision | None:
-    """`GatherV2` of what belongs to different ids: for each entry, what belongs to its id."""
-    looked_up, places, _ = placements
-    dims = sizes.dims(op.inputs[0])
-    is_along_rows = sizes.numbers(op.inputs[2]) == [0] and op.get_attr('batch_dims') == 0
-    is_vector = sizes.rank(op.inputs[1]) == 1
-    if not isinstance(places, PlacesOfIds) or not is_along_rows or not is_vector or not dims:
-        return None
-    if looked_up != Shard(0, places.ids) or dims[0] != places.ids.size:
-        return None
-    entry_dims = [places.rows.size, *dims[1:]]
-    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
-
-
 def _gradient_of_gather(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
@@ -540,22 +522,22 @@ _RULES = {
     'SparseReshape': _reshape,
     'SparseFillEmptyRows': _fill_empty_rows,
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], _cross),
-    'StridedSlice': _column,
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
-    op_types.UNIQUE: _unique,
-    'GatherV2': _take_of_ids,
-    op_types.UNSORTED_SEGMENT_SUM: _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,
-    **ragged.RULES,
+    op_types.UNIQUE: _unique,
     **dict.fromkeys(_GRADIENTS, _gradient),
     **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
+    **ragged.RULES,
 }
-PADS_AND_SLICES = ('Pad', 'PadV2', 'Slice')
-"""Types of ops for which these rules are asked first. If none holds, that of the table counts."""
-# Of these, only ops that are given positions or places.
-_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.UNSORTED_SEGMENT_SUM)
-TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *PADS_AND_SLICES})
-"""Types of ops that are sharded by these rules, or run once."""
+TYPES = tuple(_RULES)
+"""Types of ops on entries, whatever they are given."""
+
+_USES = {
+    'StridedSlice': _column,
+    op_types.UNSORTED_SEGMENT_SUM: _gradient_of_gather,
+    **ragged.USES,
+}
+"""By type of op that is given positions, or places of ids: how it's sharded."""

@@ -27,6 +27,7 @@ from estimator_mgpu.partition.rules.notation import (
 from estimator_mgpu.partition.rules.row_indices import begin_with_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.tf_internals import op_types
 
 
 def _lookup(op: tf.Operation, sizes: Sizes) -> str:
@@ -35,8 +36,7 @@ def _lookup(op: tf.Operation, sizes: Sizes) -> str:
     Axis 0 is '_P I * -> IP', axis 1 'a_P I * -> aIP'. With `batch_dims=1`, each row of the indices
     is for a row of the table: 'a_P aI * -> aIP'.
 
-    This is asked last: of positions, `selections` takes the rows, and of places of ids, `entries`
-    takes what belongs to each entry's id.
+    Where indices are positions or places of ids, `selections` is asked first.
     """
     [axis] = axes_of(op, 2, sizes, rank(op.inputs[0], sizes))
     before = string.ascii_lowercase[:axis]
@@ -178,8 +178,6 @@ _RULES: dict[str, Rule] = {
     'TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub': _scatter,
     'TensorScatterUpdate': _scatter,
     'ResourceGather': by_attribute('batch_dims', {0: '* I -> I...'}),
-    'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': (
-        _unsorted_segments
-    ),
+    ' '.join(op_types.UNSORTED_SEGMENTS): _unsorted_segments,
 }
 RULES = table(_RULES)

@@ -191,5 +191,7 @@ RULES = {
     **dict.fromkeys(['StringSplit', 'StringSplitV2'], _split_strings),
     'DenseBincount': _count,
     'RaggedTensorToTensor': _ragged_to_dense,
-    'NotEqual': _is_padding,
 }
+"""By type of op: how it's sharded."""
+USES = {'NotEqual': _is_padding}
+"""The same for ops that are given positions."""

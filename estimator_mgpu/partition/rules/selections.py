@@ -36,6 +36,7 @@ from estimator_mgpu.partition.placements import (
     CountedByTower,
     PaddedPositions,
     Placement,
+    PlacesOfIds,
     Positions,
     Shard,
 )
@@ -76,12 +77,7 @@ from estimator_mgpu.partition.sizes import (
     may_be_paired,
     product,
 )
-
-_PARTITION = 'DynamicPartition'
-_STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
-_WHERE = 'Where'
-TYPES = (_PARTITION, *_STITCHES, _WHERE)
-"""Types of ops that make selections, or put them together."""
+from estimator_mgpu.tf_internals import op_types
 
 _NEED_ROWS = {
     *('MirrorPad', 'MirrorPadGrad', 'ScatterNd'),
@@ -111,16 +107,10 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     """How an op with selections is sharded; None if it has to run once.
 
     Args:
-      op: one of `TYPES`, or one that is given positions.
+      op: one of `TYPES`, or one that is given positions or places of ids.
     """
-    if op.type == _PARTITION:
-        return _partition(op, placements, sizes)
-    if op.type in _STITCHES:
-        return _stitch(op, placements, sizes)
-    if op.type == _WHERE:
-        return _where(op, placements, sizes)
-    use = _USES.get(op.type)
-    return None if use is None else use(op, placements, sizes)
+    rule = _RULES.get(op.type) or _USES.get(op.type)
+    return None if rule is None else rule(op, placements, sizes)
 
 
 def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -305,14 +295,30 @@ def _with_zero(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
 def _take_positions(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
-    """`GatherV2` of a vector of positions: it takes the rows of a selection."""
+    """`GatherV2` at a vector of positions, or of places of ids.
+
+    It takes the rows of a selection; or for each entry, what belongs to its id.
+    """
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_rows or sizes.rank(indices) != 1:
         return None
+    if isinstance(placements[1], PlacesOfIds):
+        return _taken_of_ids(rows, placements[0], placements[1], sizes)
     if isinstance(placements[0], PaddedPositions):
         return _without_padding(op, placements, sizes)
     return _taken(rows, placements[:2], 1, sizes, (FULL,))
+
+
+def _taken_of_ids(
+    tensor: tf.Tensor, placement: Placement, places: PlacesOfIds, sizes: Sizes
+) -> Decision | None:
+    """For each entry what belongs to its id, taken of a tensor with a row for each id."""
+    dims = sizes.dims(tensor)
+    if not dims or placement != Shard(0, places.ids) or dims[0] != places.ids.size:
+        return None
+    entry_dims = [places.rows.size, *dims[1:]]
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
 
 
 def _without_padding(
@@ -323,7 +329,7 @@ def _without_padding(
     if not isinstance(padded, PaddedPositions) or not isinstance(positions, Positions):
         return None
     found = before_arrangement(op.inputs[1])
-    mask = before_arrangement(found.op.inputs[0]) if found.op.type == _WHERE else found
+    mask = before_arrangement(found.op.inputs[0]) if found.op.type == 'Where' else found
     if mask.op.type != 'NotEqual' or positions.rows is not padded.rows:
         return None
     marks = mask.op.inputs[1]
@@ -484,6 +490,14 @@ def of_positions(positions: Positions, placement: Placement) -> Need:
     return Slice(0, positions.selection, positions.repeats)
 
 
+_RULES = {
+    'DynamicPartition': _partition,
+    **dict.fromkeys(['DynamicStitch', 'ParallelDynamicStitch'], _stitch),
+    'Where': _where,
+}
+TYPES = tuple(_RULES)
+"""Types of ops that make selections, or put them together."""
+
 _USES = {
     **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
     'ZerosLike': _zeros_like,
@@ -491,8 +505,6 @@ _USES = {
     'GatherV2': _take_positions,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,
-    **dict.fromkeys(
-        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')], _segments
-    ),
+    **dict.fromkeys(op_types.UNSORTED_SEGMENTS, _segments),
 }
-"""By type of op that is given positions: how it's sharded."""
+"""By type of op that is given positions, or places of ids: how it's sharded."""
