@@ -36,6 +36,7 @@ from estimator_mgpu.partition.value_functions import (
     LARGEST_COMPUTED,
     SPLITS_OF_STRINGS,
     VALUE_FUNCTIONS,
+    slice_masks,
     to_sizes,
 )
 from estimator_mgpu.tf_internals import op_types, private
@@ -278,13 +279,20 @@ def _is_in(legal: range, size: Size) -> bool:
     return legal.start <= number < legal.stop
 
 
+def counts_from_0(op: tf.Operation, sizes: Sizes) -> bool:
+    """Whether an op gives the numbers from 0 on."""
+    if op.type != 'Range':
+        return False
+    start, _, delta = op.inputs
+    return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+
+
 # Shape functions: the first dimensions of an op's output, where its inputs tell them.
 
 
 def _shape_of_range(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
     """From 0 on, `limit` numbers."""
-    start, limit, delta = (sizes.entries(operand) for operand in op.inputs)
-    return limit if start == [Size(0)] and delta == [ONE] else None
+    return sizes.entries(op.inputs[1]) if counts_from_0(op, sizes) else None
 
 
 def _shape_of_segments(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
@@ -317,16 +325,15 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
     """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
     dims = sizes.dims(op.inputs[0])
     begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
-    attrs = op.node_def.attr
-    masks = [attrs[f'{name}_mask'].i for name in ('ellipsis', 'new_axis', 'shrink_axis')]
-    if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
+    masks = slice_masks(op)
+    has_others = masks['ellipsis'] or masks['new_axis'] or masks['shrink_axis']
+    if has_others or not dims or len(dims) != 1 or not begin or not end or stride != [ONE]:
         return None
-    assert dims is not None
     try:
         # How many entries are left out before and behind.
-        before = 0 if attrs['begin_mask'].i else begin[0].as_integer()
-        behind = 0 if attrs['end_mask'].i else -end[0].as_integer()
-        takes_to_end = attrs['end_mask'].i or behind > 0  # A negative end counts from the end.
+        before = 0 if masks['begin'] else begin[0].as_integer()
+        behind = 0 if masks['end'] else -end[0].as_integer()
+        takes_to_end = masks['end'] or behind > 0  # A negative end counts from the end.
         left = dims[0] + Size(-before - behind)
     except UnknownSize:
         return None

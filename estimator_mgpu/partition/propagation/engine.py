@@ -32,7 +32,7 @@ from estimator_mgpu.partition.propagation.branches import (
 from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
-from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Scope
+from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Same, Scope
 from estimator_mgpu.partition.rules.entries import key_of_sums
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.rules.row_lengths import of_splits
@@ -90,8 +90,8 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    same_entries: dict[str, str] = {}
-    same_sums: dict[str, str] = {}
+    same_entries = Same()
+    same_sums = Same()
     # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(
@@ -224,8 +224,10 @@ def _join_entries(
     """
     at_others_entries: dict[str, SparseRows] = {}
     for tensor in unsharded:
-        if isinstance(tensor, tf.SparseTensor) and tensor.indices.name in scope.same_entries:
-            name = scope.whose_entries(tensor.indices.name)
+        if not isinstance(tensor, tf.SparseTensor):
+            continue
+        name = scope.same_entries.first(tensor.indices.name)
+        if name != tensor.indices.name:
             positions = scope.placements[name]
             assert isinstance(positions, Positions)
             scope.placements[tensor.values.name] = positions.shard
@@ -239,10 +241,7 @@ def _join_sums(scope: Scope) -> None:
 
     It's the batch's, if one of them is used with examples, too.
     """
-    same: dict[str, list[str]] = {}
-    for indices in scope.same_sums:
-        same.setdefault(scope.whose_sums(indices), []).append(indices)
-    for first, others in same.items():
+    for first, others in scope.same_sums.sets().items():
         names = others if first == ALL else [first, *others]
         rows = scope.batch if first == ALL else RowsToLast.of(names, scope.batch)
         for name in names:

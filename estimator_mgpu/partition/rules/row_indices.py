@@ -17,8 +17,9 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
 from estimator_mgpu.partition.rules.zeros import is_one
-from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
+from estimator_mgpu.partition.value_functions import slice_masks
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
@@ -83,11 +84,7 @@ def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
     begin = sizes.numbers(op.inputs[1])
     if sizes.rank(op.inputs[0]) != 2 or not begin:
         return None
-    attrs = op.node_def.attr
-    masks = {
-        name: attrs[f'{name}_mask'].i
-        for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
-    }
+    masks = slice_masks(op)
     takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]
     is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
     if not takes_all_rows or not is_column:
@@ -132,9 +129,8 @@ def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
 def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     """Whether each entry is its position along an axis, as in `tf.range(n)[:, None]` along 0."""
     op = tensor.op
-    if op.type == 'Range':
-        start, _, delta = op.inputs
-        return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+    if counts_from_0(op, sizes):
+        return True
     if op.type == 'Mul':
         left, right = op.inputs
         return any(

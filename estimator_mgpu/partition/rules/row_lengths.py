@@ -13,8 +13,9 @@ from collections.abc import Callable
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
-from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, Size, Splits
+from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
+from estimator_mgpu.partition.sizes import Size, Splits
+from estimator_mgpu.partition.value_functions import slice_masks
 
 Before = Callable[[tf.Tensor], tf.Tensor]
 """Gives what a tensor was before casts."""
@@ -71,21 +72,21 @@ def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> tuple[str, str] | None:
 def _of_mask(mask: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str] | None:
     places, lengths = mask.op.inputs
     lengths = before(lengths)
-    if places.op.type != 'Range' or lengths.op.type != 'ExpandDims':
+    if not counts_from_0(places.op, sizes) or lengths.op.type != 'ExpandDims':
         return None
     axis = sizes.numbers(lengths.op.inputs[1])
-    start, limit, delta = places.op.inputs
-    if axis not in ([-1], [sizes.rank(lengths) - 1]) or sizes.entries(start) != [Size(0)]:
+    if axis not in ([-1], [sizes.rank(lengths) - 1]):
         return None
-    key = _of_lengths(lengths.op.inputs[0], sizes, before)
-    maximum = before(limit)
-    if maximum.op.type != 'Maximum' or sizes.entries(maximum.op.inputs[0]) != [Size(0)]:
+
+    limit = before(places.op.inputs[1])
+    if limit.op.type != 'Maximum' or sizes.entries(limit.op.inputs[0]) != [Size(0)]:
         return None
-    longest = before(maximum.op.inputs[1])
-    if sizes.entries(delta) != [ONE] or longest.op.type != 'Max':
+    longest = before(limit.op.inputs[1])
+    if longest.op.type != 'Max':
         return None
     of, axes = longest.op.inputs
     is_of_all = sizes.numbers(axes) == list(range(sizes.rank(of)))
+    key = _of_lengths(lengths.op.inputs[0], sizes, before)
     return key if is_of_all and _of_lengths(of, sizes, before) == key else None
 
 
@@ -158,8 +159,7 @@ def _is_slice(tensor: tf.Tensor, end: str, number: int, sizes: Sizes) -> bool:
     if op.type != 'StridedSlice' or sizes.rank(op.inputs[0]) != 1:
         return False
     other_end = 'end' if end == 'begin' else 'begin'
-    masks = {f'{name}_mask': 0 for name in ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')}
-    masks[f'{other_end}_mask'] = 1
+    masks = slice_masks(op)
+    cuts_one_end = masks == {**dict.fromkeys(masks, 0), other_end: 1}
     cut = op.inputs[1 if end == 'begin' else 2]
-    has_masks = all(op.get_attr(name) == mask for name, mask in masks.items())
-    return has_masks and sizes.numbers(cut) == [number] and sizes.numbers(op.inputs[3]) == [1]
+    return cuts_one_end and sizes.numbers(cut) == [number] and sizes.numbers(op.inputs[3]) == [1]

@@ -65,7 +65,7 @@ from estimator_mgpu.partition.rules import (
 from estimator_mgpu.partition.rules.row_indices import are_rows
 from estimator_mgpu.partition.rules.row_lengths import of_sequence_mask
 from estimator_mgpu.partition.rules.zeros import is_zero
-from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import (
     ONE,
     DenseEntries,
@@ -164,10 +164,7 @@ def is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
         return False
     while tensor.dtype in _INDEX_TYPES and tensor.op.type in _SAME_NUMBERS:
         tensor = tensor.op.inputs[0]
-    if tensor.dtype not in _INDEX_TYPES or tensor.op.type != 'Range':
-        return False
-    start, _, delta = tensor.op.inputs
-    return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+    return tensor.dtype in _INDEX_TYPES and counts_from_0(tensor.op, sizes)
 
 
 def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:

@@ -36,6 +36,7 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
+from estimator_mgpu.partition.value_functions import slice_masks
 
 # Dimensions of size 1, and their order.
 
@@ -226,9 +227,7 @@ def _slice_labels(
     end = require(sizes.entries(op.inputs[2]))
     stride = require(sizes.entries(op.inputs[3]))
 
-    attrs = op.node_def.attr
-    names = ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
-    masks = {name: attrs[f'{name}_mask'].i for name in names}
+    masks = slice_masks(op)
 
     def is_set(mask: str, position: int) -> bool:
         return bool(masks[mask] >> position & 1)
@@ -516,34 +515,19 @@ def _split_along(op: tf.Operation, axis: int, sizes: Sizes) -> Signature:
 
 
 def _space_to_batch(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`SpaceToBatchND`, of dilated convolutions: it makes several images of one, in blocks.
+    """`SpaceToBatchND`, of dilated convolutions, and its inverse, `BatchToSpaceND`.
 
-    There's a block for each place of a pixel in a square of 2 x 2, say, with all images.
+    It makes several images of one, in blocks: there's a block for each place of a pixel in a square
+    of 2 x 2, say, with all images.
     """
     dims = require(sizes.dims(op.inputs[0]))
     block_shape = require(sizes.numbers(op.inputs[1]))
     block_count = product([Size(number) for number in block_shape])
-    return _blocks_of_space(op, dims, len(block_shape), dims[0] * block_count)
+    is_inverse = op.type == 'BatchToSpaceND'
+    images = require(dims[0].over(block_count)) if is_inverse else dims[0] * block_count
 
-
-def _batch_to_space(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`BatchToSpaceND`: the inverse of `SpaceToBatchND`."""
-    dims = require(sizes.dims(op.inputs[0]))
-    block_shape = require(sizes.numbers(op.inputs[1]))
-    block_count = product([Size(number) for number in block_shape])
-    return _blocks_of_space(op, dims, len(block_shape), require(dims[0].over(block_count)))
-
-
-def _blocks_of_space(op: tf.Operation, dims: Sequence[Size], space: int, images: Size) -> Signature:
-    """What both have in common: `space` dimensions after the first one change.
-
-    Args:
-      dims: of the op's input.
-      space: the number of dimensions that are cut into squares, or joined of such.
-      images: the size of the output's dimension 0.
-    """
-    others = range(space + 1, len(dims))
-    labels = (0, *[None] * space, *others)
+    space = len(block_shape)  # how many dimensions are cut into squares, or joined of such
+    labels = (0, *[None] * space, *range(space + 1, len(dims)))
     output_dims = [images, *[None] * (len(dims) - 1)]
     return Signature([labels, FULL, FULL], [labels], dims=[output_dims], in_blocks={0: True})
 
@@ -558,7 +542,7 @@ def _reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:
 
 
 _RULES: dict[str, Rule] = {
-    'BatchToSpaceND': _batch_to_space,
+    'BatchToSpaceND SpaceToBatchND': _space_to_batch,
     'BroadcastTo': 'S #S -> S',
     'ConcatV2': _concat,
     'ConjugateTranspose Transpose': _transpose,
@@ -572,7 +556,6 @@ _RULES: dict[str, Rule] = {
     'ReverseV2': along_axes(1, 'all * -> all'),
     'Roll': along_axes(2, 'all * * -> all+'),
     'Slice': _slice,
-    'SpaceToBatchND': _space_to_batch,
     'Split': _split,
     'SplitV': _split_by_sizes,
     'Squeeze': _squeeze,
