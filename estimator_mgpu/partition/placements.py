@@ -162,10 +162,10 @@ class Positions(CountedByTower):
     """
 
     selection: RowSpace  # mostly `SelectedRows`
-    # Of `tf.dynamic_partition`, all parts, which together have each row once; () for a mask.
-    selections: tuple[SelectedRows, ...]
     rows: RowSpace  # those that were picked from
     factor: Size  # how many entries each of these rows had
+    # Of `tf.dynamic_partition`, all parts, which together have each row once; () for a mask.
+    selections: tuple[SelectedRows, ...] = ()
     repeats: Size = ONE  # how many positions there are for each row of the selection
     fill_rows: bool = False  # whether they are in ascending order, and each entry has some
 

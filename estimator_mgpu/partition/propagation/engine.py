@@ -200,7 +200,7 @@ def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRow
         return {}
     rows = Entries(indices.name, None, scope.batch)
     # Another sparse tensor may have the same indices.
-    positions = scope.placements.get(indices.name, Positions(rows, (), scope.batch, ONE))
+    positions = scope.placements.get(indices.name, Positions(rows, scope.batch, ONE))
     if not isinstance(positions, Positions) or values.name in scope.placements:
         return {}
     scope.placements[indices.name] = positions

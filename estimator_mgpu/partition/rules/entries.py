@@ -20,6 +20,7 @@ those in `selections` are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
@@ -43,11 +44,16 @@ from estimator_mgpu.partition.plan import (
     OpPlan,
     Padding,
     Slice,
-    local_shape_of,
+    local_shape_by_rows,
 )
 from estimator_mgpu.partition.rules import ragged
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import before_arrangement, of_positions, of_rows
+from estimator_mgpu.partition.rules.selections import (
+    before_arrangement,
+    of_positions,
+    of_rows,
+    of_shape,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -103,7 +109,7 @@ def _indices_of(
         return None
     if not begin_with_repeated_rows(tensor, rows, sizes):
         return None
-    positions = Positions(rows, (), rows, ONE, repeats, fill_rows=True)
+    positions = Positions(rows, rows, ONE, repeats=repeats, fill_rows=True)
     return positions, CountedFromFirst(Slice(0, rows, repeats), rows, ONE)
 
 
@@ -124,10 +130,11 @@ def _reshape(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) ->
     if not before[0].same_as(positions.total):
         return None  # Of [2 * batch, 3], all entries may be in the first half of the rows.
     factor = per_row(after[0], rows)
-    shape = _local_shape(before, rows)
-    new_shape: Need | None = FULL if asked[0] == Size(-1) else _local_shape(asked, rows)
-    has_other_rows = any(rows in size.symbols for size in asked[1:])
-    if factor is None or shape is None or new_shape is None or has_other_rows:
+    shape = local_shape_by_rows(before, rows)
+    new_shape: Need | None = local_shape_by_rows(asked, rows)
+    if asked[0] == Size(-1) and not any(rows in size.symbols for size in asked):
+        new_shape = FULL
+    if factor is None or shape is None or new_shape is None:
         return None
     return Decision(
         OpPlan((need, shape, new_shape)),
@@ -157,7 +164,7 @@ def _fill_empty_rows(
         return None
     positions, need = indices
     rows = positions.rows
-    local_shape = _local_shape(shape, rows)
+    local_shape = local_shape_by_rows(shape, rows)
     if local_shape is None or per_row(shape[0], rows) != positions.factor:
         return None
 
@@ -165,7 +172,7 @@ def _fill_empty_rows(
     # An example's entries may be shared out to several rows in more than one way.
     key = positions if positions.factor == ONE else op.inputs[0].name
     filled = sizes.same_for((op.type, key), filled)
-    filled_positions = Positions(filled, (), rows, positions.factor, fill_rows=True)
+    filled_positions = Positions(filled, rows, positions.factor, fill_rows=True)
     count = filled_positions.count
     return Decision(
         OpPlan((need, of_positions(positions, placements[1]), local_shape, FULL)),
@@ -185,53 +192,46 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     It gives the entries of each row, in the order of the rows.
     """
     count = op.get_attr('N')
-    dense_count = len(op.get_attr('dense_types'))
-    tensors = list(zip(op.inputs, placements))
-    indices = [_indices_of(*pair, sizes) for pair in tensors[:count]]
-    dense = tensors[3 * count : 3 * count + dense_count]
-    shapes = [sizes.entries(shape) or [] for shape, _ in tensors[2 * count : 3 * count]]
-    shapes += [sizes.dims(tensor) or [] for tensor, _ in dense]
-    own_rows = [entries[0].rows for entries in indices if entries]
+    inputs = iter(zip(op.inputs, placements))
+    all_indices = [_indices_of(*pair, sizes) for pair in itertools.islice(inputs, count)]
+    values = [placement for _, placement in itertools.islice(inputs, count)]
+    shapes = [sizes.entries(tensor) or [] for tensor, _ in itertools.islice(inputs, count)]
+    dense = list(itertools.islice(inputs, len(op.get_attr('dense_types'))))
+    others = list(inputs)
+
+    own_rows = [indices[0].rows for indices in all_indices if indices]
     own_rows += [placement.rows for _, placement in dense if isinstance(placement, Shard)]
     if not own_rows or isinstance(own_rows[0], SelectedRows):
         return None
     rows = own_rows[0]
-    height = rows.size
-    if not all(shape and shape[0].same_as(height) for shape in shapes):
+    all_dims = [*shapes, *[sizes.dims(tensor) or [] for tensor, _ in dense]]
+    if not all(dims and dims[0].same_as(rows.size) for dims in all_dims):
         return None
 
     needs_of_indices: list[Need] = []
     needs_of_values: list[Need] = []
-    for entries, (_, placement) in zip(indices, tensors[count : 2 * count]):
-        if entries is None:
+    for indices, placement in zip(all_indices, values):
+        if indices is None:
             return None
-        positions, need = entries
-        if not positions.selection.is_ordered or positions.total != height:
+        positions, need = indices
+        if not positions.selection.is_ordered or positions.total != rows.size:
             return None  # It takes them to be in the order of the rows.
         needs_of_indices.append(need)
         needs_of_values.append(of_positions(positions, placement))
-    needs_of_shapes = [LocalShape(tuple(shape), 0, rows) for shape in shapes[:count]]
-    needs_of_dense = [
+    needs: list[Need] = [*needs_of_indices, *needs_of_values]
+    needs += [LocalShape(tuple(shape), 0, rows) for shape in shapes]
+    needs += [
         LOCAL if placement == Shard(0, rows) else Slice(0, rows, ONE) for _, placement in dense
     ]
-    others = len(op.inputs) - 3 * count - dense_count
+    needs += [FULL] * len(others)
 
-    crossed = SelectedRows(op.outputs[0].name, None, origin_of(rows))
-    positions = Positions(crossed, (), rows, ONE)
+    crossed = Positions(SelectedRows(op.outputs[0].name, None, origin_of(rows)), rows, ONE)
     shape = op.outputs[2]
-    sizes.set_entries(shape, [height, Size.of(Largest(shape.name, 1))])
+    sizes.set_entries(shape, [rows.size, Size.of(Largest(shape.name, 1))])
     return Decision(
-        OpPlan(
-            (
-                *needs_of_indices,
-                *needs_of_values,
-                *needs_of_shapes,
-                *needs_of_dense,
-                *[FULL] * others,
-            )
-        ),
-        [positions, positions.shard, None],
-        [[positions.count, Size(2)], [positions.count], [Size(2)]],
+        OpPlan(tuple(needs)),
+        [crossed, crossed.shard, None],
+        [[crossed.count, Size(2)], [crossed.count], [Size(2)]],
     )
 
 
@@ -274,10 +274,8 @@ def _sparse_segments(
     if len(op.inputs) == 3:
         return _summed_to_last(op, positions, needs, dims, sizes)
 
-    count = sizes.entries(op.inputs[3])
-    if not count or not count[0].same_as(positions.total):
-        return None
-    return _summed(positions, (*needs, LocalShape(tuple(count), 0, positions.rows)), dims)
+    count = of_shape(positions, sizes.entries(op.inputs[3]))
+    return None if count is None else _summed(positions, (*needs, count), dims)
 
 
 def _data_and_ids(
@@ -432,11 +430,9 @@ def decide_of_sums_by_id(
 
 def _reshaped_sums_by_id(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
-    local_shape = local_shape_of(shape, 0, ids)
-    if not shape or local_shape is None or shape[0] != ids.size:
-        return None
+    local_shape = local_shape_by_rows(shape, ids)
     # A tower without ids can't tell what -1 stands for, as it has no entries.
-    if any(size == Size(-1) or ids in size.symbols for size in shape[1:]):
+    if not shape or local_shape is None or shape[0] != ids.size or Size(-1) in shape:
         return None
     return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [list(shape)])
 
@@ -500,22 +496,12 @@ def _sparse_gradient(
 def _count_of_ids(ids: UniqueRows, count: tf.Tensor, sizes: Sizes) -> LocalShape | None:
     """The form of a scalar that says how many different ids there are; None if it doesn't."""
     entries = sizes.entries(count)
-    return local_shape_of(entries, 0, ids) if entries == [ids.size] else None
+    return local_shape_by_rows(entries, ids) if entries == [ids.size] else None
 
 
 def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
     """A decision for sums by ids, of which towers have a part each."""
     return Decision(OpPlan(needs), [Partial('sum', ids)], [[ids.size, *data_dims[1:]]])
-
-
-# Forms.
-
-
-def _local_shape(entries: Sequence[Size], rows: RowSpace) -> LocalShape | None:
-    """The form of a sparse tensor's shape; None if its first entry has no rows, or others have."""
-    if any(rows in size.symbols for size in entries[1:]):
-        return None
-    return local_shape_of(entries, 0, rows)
 
 
 _RULES = {

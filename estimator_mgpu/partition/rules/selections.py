@@ -142,7 +142,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     outputs: list[Placement]
     if is_range(data, sizes):
         need = LocalRange(rows, factor)
-        outputs = [Positions(selection, selections, rows, factor) for selection in selections]
+        outputs = [Positions(selection, rows, factor, selections) for selection in selections]
     else:
         # The data has as many rows, or the op fails.
         need = LOCAL if placements[0] == placements[1] else Slice(0, rows, factor)
@@ -210,7 +210,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     kind = DenseEntries if _is_without_padding(mask, sizes) else SelectedRows
     [selection] = sizes.selections(key, op.outputs, rows, kind)
     columns = Size(sizes.rank(op.inputs[0]))
-    positions = Positions(selection, (), rows, factor)
+    positions = Positions(selection, rows, factor)
     return Decision(OpPlan((LOCAL,)), [positions], [[selection.size, columns]])
 
 
@@ -333,7 +333,7 @@ def _without_padding(
     is_mask = before_arrangement(mask.op.inputs[0]) is before_arrangement(op.inputs[0])
     if not is_mask or sizes.entries(marks) != [Size(-1)]:
         return None
-    taken = Positions(positions.selection, (), padded.values, ONE)
+    taken = Positions(positions.selection, padded.values, ONE)
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [taken], [[positions.count]])
 
 
@@ -451,10 +451,10 @@ def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) 
     """
     if not isinstance(positions, Positions) or isinstance(positions.rows, UniqueRows):
         return None
-    if not dims[0].same_as(positions.total):
+    local_shape = of_shape(positions, dims)
+    if local_shape is None:
         return None
     # There are as many rows as positions, or the op fails.
-    local_shape = LocalShape(tuple(dims), 0, positions.rows)
     return _PutBack(of_positions(positions, placement), local_shape, Shard(0, positions.rows))
 
 
@@ -478,6 +478,16 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
     elif not count.same_as(positions.total):
         return None
     return LOCAL if placement == Shard(0, rows) else Slice(0, rows, factor)
+
+
+def of_shape(positions: Positions, dims: Sequence[Size] | None) -> LocalShape | None:
+    """The form of a shape that begins with the number of rows at which entries may be.
+
+    None if it begins with another number.
+    """
+    if not dims or not dims[0].same_as(positions.total):
+        return None
+    return LocalShape(tuple(dims), 0, positions.rows)
 
 
 def of_positions(positions: Positions, placement: Placement) -> Need:

@@ -493,25 +493,20 @@ def _split(op: tf.Operation, sizes: Sizes) -> Signature:
     )
 
 
-def _split_by_sizes(op: tf.Operation, sizes: Sizes) -> str | Signature:
+def _split_by_sizes(op: tf.Operation, sizes: Sizes) -> Signature:
     """`SplitV`: along other dimensions than its axis, but a single part along that as well."""
-    count = rank(op.inputs[0], sizes)
-    [axis] = axes_of(op, 2, sizes, count)
-    if op.get_attr('num_split') > 1:
-        return _split_along(op, axis, sizes)
-    labels = tuple(range(count))
-    return Signature([labels, SizesOf((axis,)), FULL], [labels])
+    labels: list[Label] = list(range(rank(op.inputs[0], sizes)))
+    [axis] = axes_of(op, 2, sizes, len(labels))
+    if op.get_attr('num_split') == 1:
+        return Signature([tuple(labels), SizesOf((axis,)), FULL], [tuple(labels)])
 
-
-def _split_along(op: tf.Operation, axis: int, sizes: Sizes) -> Signature:
-    """`SplitV` into several parts, whose sizes along the axis the op is told."""
     dims = require(sizes.dims(op.inputs[0]))
     parts = sizes.entries(op.inputs[1])
     if parts is None or Size(-1) in parts:
         parts = [sizes.static_dims(part, len(dims))[axis] for part in op.outputs]
-    labels = tuple(None if i == axis else i for i in range(len(dims)))
+    labels[axis] = None
     output_dims = [[*dims[:axis], part, *dims[axis + 1 :]] for part in parts]
-    return Signature([labels, FULL, FULL], [labels] * len(parts), dims=output_dims)
+    return Signature([tuple(labels), FULL, FULL], [tuple(labels)] * len(parts), dims=output_dims)
 
 
 def _space_to_batch(op: tf.Operation, sizes: Sizes) -> Signature:
