@@ -62,6 +62,10 @@ class Way(NamedTuple):
         return Shard(axis, self.rows, self.in_blocks and factor != ONE)
 
 
+Candidates = list[tuple[Label, Size, RowSpace]]
+"""Dimensions along which an op may be sharded: the label, full size and row space of each."""
+
+
 class Match:
     """An op with its signature.
 
@@ -153,20 +157,16 @@ class Match:
                 seen.add(tensor.op)
                 stack += tensor.op.inputs
 
-    def _along_shard(
-        self, tensor: tf.Tensor, operand: Operand, placement: Shard
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The label, full size and row space of the dimension along which an input is sharded."""
+    def _along_shard(self, tensor: tf.Tensor, operand: Operand, placement: Shard) -> Candidates:
+        """The dimension along which an input is sharded."""
         labels = labels_of(operand)
         dims = self._sizes.dims(tensor)
         if not labels or not dims:
             return []
         return [(labels[placement.axis], dims[placement.axis], placement.rows)]
 
-    def _along_entries(
-        self, operand: EntriesOf, placement: Placement
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the rows of a sparse tensor of which each tower has its entries.
+    def _along_entries(self, operand: EntriesOf, placement: Placement) -> Candidates:
+        """The rows of a sparse tensor of which each tower has its entries.
 
         By its shape, it may have more rows, the last of them without entries. If these were shared
         over the towers, a tower's rows wouldn't be those in which its entries are counted.
@@ -181,15 +181,13 @@ class Match:
                     return []
         return [(operand.label, placement.total, placement.rows)]
 
-    def _along_sizes(
-        self, tensor: tf.Tensor, operand: SizesOf
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the entries of a shape that depend on the number of examples.
+    def _along_sizes(self, tensor: tf.Tensor, operand: SizesOf) -> Candidates:
+        """Those of which a shape has the size, where that depends on the number of examples.
 
         Or on that of rows which towers have selected: what is added to these is made there, too.
         """
         batch = self._scope.batch
-        candidates: list[tuple[Label, Size, RowSpace]] = []
+        candidates: Candidates = []
         for label, size in zip(operand.labels, self._sizes.entries(tensor) or []):
             rows = batch if batch in size.symbols else size.rows
             if rows is batch or (
@@ -198,10 +196,8 @@ class Match:
                 candidates.append((label, size, rows))
         return candidates
 
-    def _along_gathered(
-        self, tensor: tf.Tensor, operand: Operand
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for dimension 0 of what was gathered.
+    def _along_gathered(self, tensor: tf.Tensor, operand: Operand) -> Candidates:
+        """Dimension 0 of what was gathered.
 
         If that has another row space than the batch's, as what `tf.boolean_mask` gives, only
         heavy ops such as `MatMul` are worth sharding.

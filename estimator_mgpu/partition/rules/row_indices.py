@@ -143,7 +143,8 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
 
 def _is_broadcast_position(factor: tf.Tensor, product: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     """Whether a factor, broadcast to the product's shape, has its position along an axis."""
-    dims, product_dims = sizes.dims(factor) or [], sizes.dims(product) or []
+    dims = sizes.dims(factor) or []
+    product_dims = sizes.dims(product) or []
     own_axis = axis + len(dims) - len(product_dims)
     if own_axis < 0 or not dims[own_axis].same_as(product_dims[axis]):
         return False

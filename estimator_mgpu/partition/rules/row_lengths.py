@@ -93,22 +93,28 @@ def _of_mask(mask: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str] |
 def _of_lengths(lengths: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str]:
     """What says how long rows are: row splits, indices, or the tensor with the lengths."""
     lengths = _behind_reshapes(lengths, sizes, before)
-    if lengths.op.type == 'Sub':
-        ends, starts = map(before, lengths.op.inputs)
-        if _is_slice(ends, 'begin', 1, sizes) and _is_slice(starts, 'end', -1, sizes):
-            splits = before(ends.op.inputs[0])
-            if splits is before(starts.op.inputs[0]):
-                summed = _lengths_before_sum(splits, sizes)
-                if summed is not None:
-                    return _of_lengths(summed, sizes, before)
-                if _is_of_batch(splits, sizes):
-                    return of_splits(splits)
-                return _LENGTHS, splits.name
+    splits = _splits_before(lengths.op, sizes, before)
+    if splits is not None:
+        summed = _lengths_before_sum(splits, sizes)
+        if summed is not None:
+            return _of_lengths(summed, sizes, before)
+        return of_splits(splits) if _is_of_batch(splits, sizes) else (_LENGTHS, splits.name)
     if is_count(lengths.op):
         rows = _behind_reshapes(lengths.op.inputs[0], sizes, behind_casts)
         if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
             return of_indices(rows.op.inputs[0])
     return _LENGTHS, lengths.name
+
+
+def _splits_before(op: tf.Operation, sizes: Sizes, before: Before) -> tf.Tensor | None:
+    """The row splits of which an op gives the lengths, as `splits[1:] - splits[:-1]`; or None."""
+    if op.type != 'Sub':
+        return None
+    ends, starts = map(before, op.inputs)
+    if not _is_slice(ends, 'begin', 1, sizes) or not _is_slice(starts, 'end', -1, sizes):
+        return None
+    splits = before(ends.op.inputs[0])
+    return splits if splits is before(starts.op.inputs[0]) else None
 
 
 def _is_of_batch(splits: tf.Tensor, sizes: Sizes) -> bool:

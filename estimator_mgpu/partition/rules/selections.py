@@ -466,7 +466,8 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
       placement: of the tensor with the rows.
       count: how many rows it has.
     """
-    rows, factor = positions.rows, positions.factor
+    rows = positions.rows
+    factor = positions.factor
     to_last = count.rows
     if isinstance(to_last, RowsToLast) and rows is to_last.origin and factor == ONE:
         # Behind these, there are no entries.
