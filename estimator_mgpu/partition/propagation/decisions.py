@@ -38,6 +38,7 @@ from estimator_mgpu.partition.rules import (
     handles,
     lists,
     selections,
+    unique_ids,
 )
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
 from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows
@@ -242,7 +243,7 @@ def decide_of_partial(
     partial = kept_partial(op, placements)
     if partial is not None:
         return kept_partial_decision(op, placements, partial)
-    decision = entries.decide_of_sums_by_id(op, placements, scope.sizes)
+    decision = unique_ids.decide_of_sums_by_id(op, placements, scope.sizes)
     if decision is None:
         return None
     is_dense = makes_dense(scope, op, decision.placements[0])

@@ -3,8 +3,8 @@
 Comes in: an op, and the symbolic sizes of its tensors. Comes out: a `Signature`, with a label for
 each dimension, or `NotSharded`. `notation` says how a rule is written. `row_indices` and `zeros`
 tell rules what the graph says of a tensor. Each other module is a family of ops, with its table and
-the functions for its special ops. `lists`, `handles`, `selections`, `entries` and `ragged` are
-apart: these are functions of placements.
+the functions for its special ops. `lists`, `handles`, `selections`, `entries`, `ragged` and
+`unique_ids` are apart: these are functions of placements.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
 never a number. An op that may run only once a step, such as a print, must have none: outside of

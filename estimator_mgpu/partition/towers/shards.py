@@ -18,21 +18,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batches.batch import number_of_rows
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
-from estimator_mgpu.partition.sizes import (
-    ONE,
-    Entry,
-    RowSpace,
-    SelectedRows,
-    Size,
-    per_row,
-)
-from estimator_mgpu.partition.tower import (
-    Chain,
-    Tower,
-    chains_of,
-    divide_extent,
-    static_extents,
-)
+from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, SelectedRows, Size, per_row
+from estimator_mgpu.partition.tower import Chain, Tower, chains_of, divide_extent, static_extents
 
 Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""
