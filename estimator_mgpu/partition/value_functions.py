@@ -59,32 +59,21 @@ def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise UnknownSize(str(error)) from error
 
 
-def slice_masks(op: tf.Operation) -> dict[str, int]:
-    """The masks of a `StridedSlice`, whose bit i is for the index i of `x[0, 1:, ..., tf.newaxis]`.
-
-    They say which indices are something else than a begin and an end: see `_slice_labels` in
-    `rules/shapes.py`.
-    """
-    names = ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
-    attrs = op.node_def.attr
-    return {name: attrs[f'{name}_mask'].i for name in names}
-
-
 def _strided_slice(
     tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
 ) -> Any:
     """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
-    masks = slice_masks(tensor.op)
-    if masks['new_axis'] or masks['ellipsis']:
+    attrs = tensor.op.node_def.attr
+    if attrs['new_axis_mask'].i or attrs['ellipsis_mask'].i:
         raise UnknownSize('the slice adds dimensions')
     first: int | None = _only_number(begin)
     last: int | None = _only_number(end)
     step = _only_number(stride)
-    if masks['shrink_axis']:
+    if attrs['shrink_axis_mask'].i:
         return _numpy(x.__getitem__, first)
-    if masks['begin']:
+    if attrs['begin_mask'].i:
         first = None
-    if masks['end']:
+    if attrs['end_mask'].i:
         last = None
     return _numpy(x.__getitem__, slice(first, last, step))
 

@@ -23,6 +23,7 @@ from estimator_mgpu.partition.rules.notation import (
     axes_of,
     rank,
     require,
+    slice_masks,
     table,
     word,
 )
@@ -36,7 +37,6 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
-from estimator_mgpu.partition.value_functions import slice_masks
 
 # Dimensions of size 1, and their order.
 
