@@ -3,9 +3,11 @@
     python samples/growth.py --ops=1000,2000,5000,10000 --devices=2,4,8,16 --columns=100,200,400
 
 The time is what propagation and building add to the model_fn, and is also given relative to the
-time of the model_fn alone. Both are times of the processor. No step is run. The first plot is for eight devices. The second is for
-a model of 5,000 ops: dense layers, their gradients and updates. The third is for two devices, and
-models of feature columns, numeric ones and embeddings.
+time of the model_fn alone. Both are times of the processor. No step is run.
+
+The first plot is for eight devices. The second is for a model of 5,000 ops: dense layers, their
+gradients and updates. The third is for two devices, and models of feature columns, numeric ones and
+embeddings.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def test_list(op_type):
 def test_a_list_of_sizes():
     """Only if they depend on the number of examples; a list of others is the same on all towers."""
     batch = RowSpace('batch', None)
-    dims = [Size(1, (batch,)), Size(3), Size(5)]
+    dims = [batch.size, Size(3), Size(5)]
     with tf.Graph().as_default():
         x = tf.placeholder(tf.float32, [None, 3, 5])
         sizes = Sizes()

@@ -853,7 +853,7 @@ def test_text(text, shapes, inputs, outputs):
 
 def test_each_input_has_the_examples_somewhere_else():
     rows = RowSpace('batch', None)
-    n = Size(1, (rows,))
+    n = rows.size
     dims = [[n, Size(3)], [Size(3), n], [n, n]]
     with tf.Graph().as_default():
         tensors = [tf.zeros([4, 3]), tf.zeros([3, 4]), tf.zeros([4, 4])]

@@ -24,7 +24,7 @@ from models import batches, floats, of_all_modes, spec_of, weights
 from towers import compare
 
 ROWS = RowSpace('batch', None)
-B = Size(1, (ROWS,))
+B = ROWS.size
 
 
 def entries(make):
@@ -203,7 +203,7 @@ def test_dims(make, expected):
         ragged = tf.RaggedTensor.from_row_splits(tf.zeros([9]), splits, validate=False)
         sizes = Sizes()
         sizes.set_dims(x, [B, Size(3), Size(5)])
-        sizes.set_dims(splits, [Size(1, (Splits(ROWS),))])
+        sizes.set_dims(splits, [Size.of(Splits(ROWS))])
         dims = sizes.dims(make(tf.shape(x), ragged))
         assert [_told(size) for size in dims] == expected
 
@@ -215,11 +215,11 @@ def test_symbols_of_different_kinds_differ():
 
 def test_examples_behind_the_last_one_with_an_entry():
     to_last = RowsToLast('indices', None, ROWS)
-    rows, first = Size(1, (ROWS,)), Size(1, (to_last,))
-    assert rows + first * Size(-1) == Size(1, (to_last.behind,))
+    rows, first = ROWS.size, to_last.size
+    assert rows + first * Size(-1) == to_last.behind.size
     assert rows + rows * Size(-1) == Size(0)
     others = RowsToLast('indices', None, RowSpace('others', None))
-    twice, of_others = Size(2, (ROWS,)), Size(1, (others,))
+    twice, of_others = Size(2, (ROWS,)), others.size
     for minuend, subtrahend in ((twice, first), (rows, first * first), (rows, of_others)):
         with pytest.raises(UnknownSize):
             minuend + subtrahend * Size(-1)
@@ -233,8 +233,8 @@ def test_quotients_are_whole():
     assert Size(6, (ROWS,)).over(Size(3)) == Size(2, (ROWS,))
     assert Size(6, (ROWS,)).over(Size(4)) is None and Size(6).over(B) is None
     four = RowSpace('batch', 4)
-    assert Size(8).over(Size(1, (four,))) == Size(2)
-    assert Size(6).over(Size(1, (four,))) is None
+    assert Size(8).over(four.size) == Size(2)
+    assert Size(6).over(four.size) is None
     assert Size(6).over(Size(0)) is None
 
 
@@ -356,4 +356,4 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
         }
         np.testing.assert_array_equal(session.run(joined), np.arange(5 * entries))
     assert index_type(Size(2**31)) == tf.int64 and index_type(Size(2**31 - 1)) == tf.int32
-    assert index_type(Size(1, (Entry('n:0', 0),))) == tf.int64
+    assert index_type(Size.of(Entry('n:0', 0))) == tf.int64

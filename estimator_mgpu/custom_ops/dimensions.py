@@ -24,7 +24,7 @@ from estimator_mgpu.partition.rules.notation import (
     signature_of,
 )
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace, Size, full_size
+from estimator_mgpu.partition.sizes import RowSpace, Size
 
 
 class Dimension(NamedTuple):
@@ -167,7 +167,7 @@ def _sizes(call: Call, place: _Place, hides_ones: bool, towers: int) -> Sizes:
             count = entries[place.at].number if place.is_entry else value.shape[place.at]
             rows = RowSpace('batch', count if count > 1 else towers)
             sharded = entries if place.is_entry else dims
-            sharded[place.at] = full_size(rows)
+            sharded[place.at] = rows.size
 
         sizes.set_dims(tensor, dims)
         if entries:

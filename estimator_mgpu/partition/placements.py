@@ -12,7 +12,7 @@ from typing import NamedTuple, Union
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows, full_size
+from estimator_mgpu.partition.sizes import ONE, RowSpace, SelectedRows, Size, UniqueRows
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class RowList(NotGatherable):
     @property
     def count(self) -> Size:
         """How many elements all towers have together."""
-        return self.factor * full_size(self.rows)
+        return self.factor * self.rows.size
 
 
 @dataclass(frozen=True)
@@ -162,10 +162,10 @@ class Positions(CountedByTower):
     """
 
     selection: RowSpace  # mostly `SelectedRows`
-    # Of `tf.dynamic_partition`, all parts, which together have each row once; () for a mask.
-    selections: tuple[SelectedRows, ...]
     rows: RowSpace  # those that were picked from
     factor: Size  # how many entries each of these rows had
+    # Of `tf.dynamic_partition`, all parts, which together have each row once; () for a mask.
+    selections: tuple[SelectedRows, ...] = ()
     repeats: Size = ONE  # how many positions there are for each row of the selection
     fill_rows: bool = False  # whether they are in ascending order, and each entry has some
 
@@ -177,17 +177,12 @@ class Positions(CountedByTower):
     @property
     def count(self) -> Size:
         """How many positions all towers have together."""
-        return self.repeats * full_size(self.selection)
+        return self.repeats * self.selection.size
 
     @property
     def total(self) -> Size:
         """How many entries all towers have together of what was picked from."""
-        return self.factor * full_size(self.rows)
-
-    @property
-    def are_ordered(self) -> bool:
-        """Whether they are in the order of the rows."""
-        return not isinstance(self.selection, SelectedRows) or self.selection.is_ordered
+        return self.factor * self.rows.size
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,13 @@ def local_shape_of(
     return LocalShape(tuple(entries), position, rows)
 
 
+def local_shape_by_rows(entries: Sequence[Size] | None, rows: RowSpace) -> LocalShape | None:
+    """The same if the first entry depends on the number of rows, and no other one does."""
+    if entries is None or any(rows in size.symbols for size in entries[1:]):
+        return None
+    return local_shape_of(entries, 0, rows)
+
+
 class SparseRows(NamedTuple):
     """The tower's rows of a sparse tensor: the indices of its entries there, or their values.
 

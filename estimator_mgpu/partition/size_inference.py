@@ -27,7 +27,6 @@ from estimator_mgpu.partition.sizes import (
     Splits,
     UniqueRows,
     UnknownSize,
-    full_size,
     known,
     origin_of,
     per_row,
@@ -116,7 +115,7 @@ class Sizes:
           rank: the number of dimensions, if TensorFlow doesn't know it.
         """
         dims = self.static_dims(tensor, rank)
-        dims[shard.axis] = factor * full_size(shard.rows)
+        dims[shard.axis] = factor * shard.rows.size
         return dims
 
     def start_row_space(self, tensor: tf.Tensor) -> None:
@@ -133,7 +132,7 @@ class Sizes:
         dims = self.dims(tensor)
         if dims and dims[0].number == 1 and [type(one) for one in dims[0].symbols] == [Dim]:
             rows = RowSpace(tensor.name, None)
-            self.set_dims(tensor, [full_size(rows), *dims[1:]])
+            self.set_dims(tensor, [rows.size, *dims[1:]])
 
     def selections(
         self,
@@ -173,7 +172,7 @@ class Sizes:
 
     def unknown_dim(self, tensor: tf.Tensor, axis: int) -> Size:
         """The symbol for a dimension that is known only when the step runs."""
-        return Size(1, (Dim(f'{self._scope}{tensor.name}', axis),))
+        return Size.of(Dim(f'{self._scope}{tensor.name}', axis))
 
     def per_row(self, tensor: tf.Tensor, axis: int, rows: RowSpace) -> Size | None:
         """How many entries each row has in a dimension; None if they aren't known to be as many."""
@@ -262,7 +261,7 @@ class Sizes:
 
     def _symbol(self, tensor: tf.Tensor, position: int) -> Size:
         """The symbol for an entry that is known only when the step runs."""
-        return Size(1, (Entry(f'{self._scope}{tensor.name}', position),))
+        return Size.of(Entry(f'{self._scope}{tensor.name}', position))
 
 
 def _constant(tensor: tf.Tensor) -> ndarray:
@@ -279,13 +278,20 @@ def _is_in(legal: range, size: Size) -> bool:
     return legal.start <= number < legal.stop
 
 
+def counts_from_0(op: tf.Operation, sizes: Sizes) -> bool:
+    """Whether an op gives the numbers from 0 on."""
+    if op.type != 'Range':
+        return False
+    start, _, delta = op.inputs
+    return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+
+
 # Shape functions: the first dimensions of an op's output, where its inputs tell them.
 
 
 def _shape_of_range(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
     """From 0 on, `limit` numbers."""
-    start, limit, delta = (sizes.entries(operand) for operand in op.inputs)
-    return limit if start == [Size(0)] and delta == [ONE] else None
+    return sizes.entries(op.inputs[1]) if counts_from_0(op, sizes) else None
 
 
 def _shape_of_segments(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
@@ -319,10 +325,9 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
     dims = sizes.dims(op.inputs[0])
     begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
     attrs = op.node_def.attr
-    masks = [attrs[f'{name}_mask'].i for name in ('ellipsis', 'new_axis', 'shrink_axis')]
-    if any(masks) or len(dims or []) != 1 or not begin or not end or stride != [ONE]:
+    has_others = any(attrs[f'{name}_mask'].i for name in ('ellipsis', 'new_axis', 'shrink_axis'))
+    if has_others or not dims or len(dims) != 1 or not begin or not end or stride != [ONE]:
         return None
-    assert dims is not None
     try:
         # How many entries are left out before and behind.
         before = 0 if attrs['begin_mask'].i else begin[0].as_integer()
@@ -349,8 +354,8 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
     dims = sizes.dims(x)
     behind = sizes.dims(filler) or []
     rows = behind[0].rows if behind else None
-    if rows is not None and dims == [ONE] and behind == [full_size(rows)]:
-        return [Size(1, (Splits(rows),))]  # Such as a 0, and the ends of rows behind it.
+    if rows is not None and dims == [ONE] and behind == [rows.size]:
+        return [Size.of(Splits(rows))]  # Such as a 0, and the ends of rows behind it.
     if filler.op.type != op_types.FILL or filler.op.inputs[0].op.type != 'Sub' or not dims:
         return None
     count, count_of_x = filler.op.inputs[0].op.inputs
@@ -365,8 +370,5 @@ _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
     'StridedSlice': _shape_of_slice,
-    **dict.fromkeys(
-        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')],
-        _shape_of_segments,
-    ),
+    **dict.fromkeys(op_types.UNSORTED_SEGMENTS, _shape_of_segments),
 }

@@ -31,7 +31,16 @@ class RowSpace:
     @functools.cached_property
     def size(self) -> Size:
         """The number of rows that all towers have together."""
-        return Size(1, (self,))
+        return Size.of(self)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether no row needs a number that tells its place.
+
+        Each tower's rows follow each other in the full value, or are put in order as they are
+        merged, as ids are.
+        """
+        return True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,7 +57,6 @@ class SelectedRows(RowSpace):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether they are in the order of the rows that they are of."""
         return self.picked_from is None
 
 
@@ -62,7 +70,6 @@ class Entries(SelectedRows):
 
     @property
     def is_ordered(self) -> bool:
-        """Whether they are in the order of the rows that they are of."""
         return False
 
 
@@ -115,7 +122,6 @@ class UniqueRows(SelectedRows):
 
     @property
     def is_ordered(self) -> bool:
-        """Ids are put in order as they are merged: a row needs no place in the batch for that."""
         return True
 
 
@@ -130,15 +136,6 @@ class PickedIds(UniqueRows):
 def origin_of(rows: RowSpace) -> RowSpace:
     """Of selected rows, those that they were selected from, in the end; of others, themselves."""
     return rows.origin if isinstance(rows, SelectedRows) else rows
-
-
-def is_ordered(rows: RowSpace) -> bool:
-    """Whether no row needs a number that tells its place.
-
-    Each tower's rows follow each other in the full value, or are put in order as they are merged,
-    as ids are.
-    """
-    return not isinstance(rows, SelectedRows) or rows.is_ordered
 
 
 # The symbols are data classes, as tuples of different kinds could be equal.
@@ -192,6 +189,11 @@ class Size:
     number: int  # the integer factor
     symbols: tuple[Symbol, ...] = ()  # the other factors, in a fixed order
 
+    @classmethod
+    def of(cls, symbol: Symbol) -> Size:
+        """The size that a symbol stands for."""
+        return cls(1, (symbol,))
+
     def __mul__(self, other: Size) -> Size:
         symbols = self.symbols or other.symbols
         if self.symbols and other.symbols:
@@ -209,12 +211,12 @@ class Size:
         if self.number == 1 and len(self.symbols) == 1 and other == Size(-1):
             [symbol] = self.symbols
             if isinstance(symbol, Splits):
-                return full_size(symbol.rows)
+                return symbol.rows.size
         # All rows less those up to the last one with an entry, as where rows are padded.
         if other.number == -1 and isinstance(other.rows, RowsToLast):
             to_last = other.rows
-            if len(other.symbols) == 1 and self.same_as(full_size(to_last.origin)):
-                return full_size(to_last.behind)
+            if len(other.symbols) == 1 and self.same_as(to_last.origin.size):
+                return to_last.behind.size
         raise UnknownSize(f'{self} + {other} is not a product')
 
     def __floordiv__(self, other: Size) -> Size:
@@ -300,11 +302,6 @@ def known(number: int) -> Size:
 ONE = known(1)
 
 
-def full_size(rows: RowSpace) -> Size:
-    """The number of rows that all towers have together."""
-    return rows.size
-
-
 def product(sizes: Sequence[Size]) -> Size:
     """The product of sizes."""
     return math.prod(sizes, start=ONE)
@@ -318,12 +315,12 @@ def may_be_paired(size: Size, rows: RowSpace) -> bool:
     others = size.rows
     if not isinstance(rows, DenseEntries) or not isinstance(others, DenseEntries):
         return False
-    return others is not rows and others.origin is rows.origin and size == full_size(others)
+    return others is not rows and others.origin is rows.origin and size == others.size
 
 
 def per_row(size: Size, rows: RowSpace) -> Size | None:
     """How many entries each row has in a dimension: 4 of 4 * batch; None if they aren't as many."""
-    quotient = size.over(full_size(rows))
+    quotient = size.over(rows.size)
     if quotient is None or rows in quotient.symbols:
         return None
     return quotient

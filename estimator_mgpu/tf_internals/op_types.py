@@ -70,6 +70,11 @@ UNIQUE = 'Unique'
 """Gives the different entries of a vector, and for each entry its place among these."""
 UNSORTED_SEGMENT_SUM = 'UnsortedSegmentSum'
 """Sums up the rows that have the same number, such as an id, or an id's place."""
+UNSORTED_SEGMENTS = (
+    *('UnsortedSegmentMax', 'UnsortedSegmentMin', 'UnsortedSegmentProd'),
+    UNSORTED_SEGMENT_SUM,
+)
+"""The same, and those that take the largest of them, the smallest, or their product."""
 
 REDUCTIONS = ('All', 'Any', 'Max', 'Mean', 'Min', 'Prod', 'Sum')
 """Ops that combine entries: if these are of several examples, towers have partial results."""

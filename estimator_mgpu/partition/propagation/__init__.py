@@ -2,6 +2,7 @@
 
 In: the placements of the batch. Out: a `Plan`. Nothing is added to the graph here.
 
+- `batch_placements`: what towers have of the batch.
 - `engine` visits the ops in order, and has what they need decided; ops that ask for shapes need no
   rule: sizes are known without a gather.
 - `decisions`: how one op runs, also if what it's given is partial: `op_types.PARTIAL_INPUTS` has

@@ -6,7 +6,7 @@ loops or branches. Whatever no rule can shard runs once: `NotSharded` is raised,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import tensorflow.compat.v1 as tf
 
@@ -16,7 +16,6 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
-    Positions,
     Shard,
     common_placement,
     rows_of,
@@ -27,7 +26,6 @@ from estimator_mgpu.partition.plan import (
     LOCAL,
     CountedFromFirst,
     Decision,
-    LocalShape,
     OpPlan,
     Slice,
     SparseRows,
@@ -39,14 +37,13 @@ from estimator_mgpu.partition.rules import (
     entries,
     lists,
     selections,
-    sparse,
     tensor_arrays,
+    unique_ids,
 )
 from estimator_mgpu.partition.rules.notation import NotSharded, failure, signature_of
-from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows, full_size, is_ordered
+from estimator_mgpu.partition.sizes import ONE, RowSpace, UniqueRows
 from estimator_mgpu.tf_internals import op_types
 
-_BY_PLACEMENTS = OF_PLACEMENTS | set(entries.PADS_AND_SLICES)
 _SIZE_TYPES = frozenset((tf.int32, tf.int64))
 
 
@@ -64,35 +61,21 @@ def decide(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> D
       RuntimeError: if the op's rule fails.
     """
     try:
-        decision = _decision(scope, op, placements)
+        for decision in _decisions(scope, op, placements):
+            if _keeps_ids(decision, placements) and _keeps_order(decision):
+                return decision
     except NotSharded:
         raise
     except Exception as error:
         raise failure(op, error) from error
-    if decision is None or not _keeps_ids(op, decision) or not _keeps_order(decision):
-        raise NotSharded
-    if op.type in sparse.RULES and not _keeps_height(decision, placements):
-        raise NotSharded
-    return decision
+    raise NotSharded
 
 
-def _keeps_height(decision: Decision, placements: Sequence[Placement]) -> bool:
-    """Whether a sparse tensor's shape has as many rows as its entries' positions are counted in.
-
-    It may have more, the last of them without entries. If these were shared over the towers, a
-    tower's rows wouldn't be those in which its entries are counted.
-    """
-    needs = decision.plan.needs
-    shapes = [need for need in needs if isinstance(need, LocalShape)]
-    counted = [placement for placement, need in zip(placements, needs) if need == LOCAL]
-    totals = [placement.total for placement in counted if isinstance(placement, Positions)]
-    return all(shape.entries[shape.position].same_as(total) for shape in shapes for total in totals)
-
-
-def _keeps_ids(op: tf.Operation, decision: Decision) -> bool:
+def _keeps_ids(decision: Decision, placements: Sequence[Placement]) -> bool:
     """Whether towers have one row for each of their different ids, which several may have.
 
-    So they can't slice what belongs to ids, and what they reduce has to be a sum by id.
+    So they can't slice what belongs to ids. They can sum up by id what belongs to other rows, but
+    not what belongs to the ids: in the sum, an id that two towers have would count twice.
     """
     slices = (Slice, CountedFromFirst, SparseRows)
     needs = [need for need in decision.plan.needs if isinstance(need, slices)]
@@ -103,11 +86,11 @@ def _keeps_ids(op: tf.Operation, decision: Decision) -> bool:
         if not isinstance(rows, UniqueRows):
             continue
         if isinstance(placement, Partial):
-            if op.type not in entries.SUMS_BY_ID:
+            if rows in map(rows_of, placements):
                 return False
             continue
         dims = decision.dims[index] if decision.dims else None
-        if placement != Shard(0, rows) or not dims or dims[0] != full_size(rows):
+        if placement != Shard(0, rows) or not dims or dims[0] != rows.size:
             return False
     return True
 
@@ -118,58 +101,59 @@ def _keeps_order(decision: Decision) -> bool:
     They are put in the order of the batch by a number for each row.
     """
     for need in decision.plan.needs:
-        if isinstance(need, SparseRows) and not is_ordered(need.rows):
+        if isinstance(need, (SparseRows, CountedFromFirst)) and not need.rows.is_ordered:
             return False
-        if isinstance(need, Slice) and not is_ordered(need.rows) and need.factor != ONE:
+        if isinstance(need, Slice) and not need.rows.is_ordered and need.factor != ONE:
             return False
     for placement, dims in zip(decision.placements, decision.dims):
-        if not isinstance(placement, Shard) or is_ordered(placement.rows):
+        if not isinstance(placement, Shard) or placement.rows.is_ordered:
             continue
-        if dims is None or dims[placement.axis] != full_size(placement.rows):
+        if dims is None or dims[placement.axis] != placement.rows.size:
             return False
     return True
 
 
-def _decision(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    op_type = op.type
+def _decisions(
+    scope: Scope, op: tf.Operation, placements: Sequence[Placement]
+) -> Iterator[Decision]:
+    """Yields the ways in which the rules shard an op, the best first."""
     has_counted = any(isinstance(placement, CountedByTower) for placement in placements)
-    if has_counted or op_type in _BY_PLACEMENTS:
-        decision = None
-        if not scope.in_function:  # Functions have sizes of their own, the same for each call.
-            decision = selections.decide(op, placements, scope.sizes) or entries.decide(
-                op, placements, scope.sizes
-            )
-        if decision is not None or op_type in OF_PLACEMENTS:
-            return decision
-    # From here on, rules know no positions: they are given these in full. `counted` is for
-    # `_by_rule`, which knows operands of entries.
-    counted = placements
-    placements = [
+    # Functions have sizes of their own, the same for each call.
+    if (has_counted or op.type in OF_PLACEMENTS) and not scope.in_function:
+        decision = selections.decide(op, placements, scope.sizes) or entries.decide(
+            op, placements, scope.sizes
+        )
+        if decision is not None:
+            yield decision
+
+    # Other rules know no positions, but as operands of `EntriesOf`: they are given these in full.
+    gatherable = [
         REPLICATE if isinstance(placement, CountedByTower) else placement
         for placement in placements
     ]
-
-    has_lists = any(isinstance(placement, NotGatherable) for placement in placements)
-    if op_type in scope.rules.of_calls:
-        rule = scope.rules.of_calls[op_type]
-        decision = rule(scope, op, _of_batch(placements, scope.batch))
-    elif op_type.startswith(op_types.HANDLE_PREFIXES):
+    has_lists = any(isinstance(placement, NotGatherable) for placement in gatherable)
+    if op.type in scope.rules.of_calls:
+        rule = scope.rules.of_calls[op.type]
+        decision = rule(scope, op, _of_batch(gatherable, scope.batch))
+    elif op.type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
         decision = tensor_arrays.decide(
             op,
-            [of_list, *placements[1:]],
+            [of_list, *gatherable[1:]],
             scope.batch,
             scope.sizes,
             scope.in_function,
             scope.assumes,
         )
-    elif op_type.startswith(op_types.LIST_PREFIXES) or has_lists:
+    elif op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(
-            op, _of_batch(placements, scope.batch), scope.batch, scope.sizes, scope.in_function
+            op, _of_batch(gatherable, scope.batch), scope.batch, scope.sizes, scope.in_function
         )
     else:
-        return _by_rule(scope, op, counted)
-    return decision if decision and scope.make_lists(op, decision) else None
+        yield from _by_rule(scope, op, placements)
+        return
+    if decision is not None and scope.make_lists(op, decision):
+        yield decision
 
 
 def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placement]:
@@ -179,19 +163,18 @@ def _of_batch(placements: Sequence[Placement], batch: RowSpace) -> list[Placemen
     ]
 
 
-def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
-    """By the rule for the op's type; None if no input is sharded in a way that the rule allows.
+def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) -> Iterator[Decision]:
+    """The same by the rule for the op's type.
 
     Args:
       placements: of the op's inputs. Only operands that have the entries of a sparse tensor may be
         counted by towers; others are replicated.
     """
-    are_replicated = all(
+    is_replicated = all(
         placement == REPLICATE or isinstance(placement, CountedByTower) for placement in placements
     )
-    inputs_are_replicated = are_replicated and not scope.follows_gathered(op)
-    if inputs_are_replicated and _rule_adds_nothing(op):
-        return None
+    if is_replicated and not scope.follows_gathered(op) and _rule_adds_nothing(op):
+        return
 
     signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
     match = Match(op, signature, placements, scope)
@@ -200,10 +183,9 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     for output, dims in zip(op.outputs, match.dims()):
         scope.sizes.set_dims(output, dims)
 
-    decision = match.decision()
-    if decision is None and signature.otherwise is not None:
-        return Match(op, signature.otherwise, placements, scope).decision()
-    return decision
+    yield from match.decisions()
+    if signature.otherwise is not None:
+        yield from Match(op, signature.otherwise, placements, scope).decisions()
 
 
 def _rule_adds_nothing(op: tf.Operation) -> bool:
@@ -226,30 +208,23 @@ def kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial |
     one: an infinite factor gives inf for the sum, but nan on a tower whose part is 0. Nor is a
     quotient.
     """
-    if op.type in op_types.MERGE:
-        # What another branch gives counts on the first tower, and as zeros on others.
-        partial = common_placement(placements)
-        if not isinstance(partial, Partial) or partial.reduce != 'sum':
-            return None
-        if isinstance(partial.rows, UniqueRows):
-            return None
-        return partial if all(other in (partial, REPLICATE) for other in placements) else None
-    if op.type not in op_types.PARTIAL_INPUTS:
+    is_merge = op.type in op_types.MERGE
+    if not is_merge and op.type not in op_types.PARTIAL_INPUTS:
         return None
-    # Which inputs may be partial; the others are replicated.
-    summands = op_types.PARTIAL_INPUTS[op.type]
-    partials = placements[summands]
-    if not partials or not isinstance(partials[0], Partial):
-        return None
-    first = partials[0]
-    if isinstance(first.rows, UniqueRows):
+    partial = common_placement(placements)
+    if not isinstance(partial, Partial) or isinstance(partial.rows, UniqueRows):
         return None  # Towers have other ids: sums of them are made where they are needed.
-    if first.reduce != 'sum' and op.type in op_types.PARTIAL_SUM_INPUTS:
+    if partial.reduce != 'sum' and (is_merge or op.type in op_types.PARTIAL_SUM_INPUTS):
         return None
 
+    if is_merge:
+        # What another branch gives counts on the first tower, and as zeros on others.
+        return partial if all(other in (partial, REPLICATE) for other in placements) else None
+    # Which inputs may be partial; the others are replicated.
+    summands = op_types.PARTIAL_INPUTS[op.type]
     expected: list[Placement] = [REPLICATE] * len(placements)
-    expected[summands] = [first] * len(partials)
-    return first if list(placements) == expected else None
+    expected[summands] = [partial] * len(placements[summands])
+    return partial if list(placements) == expected else None
 
 
 def decide_of_partial(
@@ -268,10 +243,26 @@ def decide_of_partial(
     partial = kept_partial(op, placements)
     if partial is not None:
         return kept_partial_decision(op, placements, partial)
-    decision = entries.decide_of_sums_by_id(op, placements, scope.sizes)
-    if decision is None or isinstance(rows_of(decision.placements[0]), UniqueRows):
-        return decision
-    return None if _is_reduced_by_itself(scope, op.outputs[0]) else decision
+    decision = unique_ids.decide_of_sums_by_id(op, placements, scope.sizes)
+    if decision is None:
+        return None
+    is_dense = makes_dense(scope, op, decision.placements[0])
+    return None if is_dense and _is_reduced_by_itself(scope, op.outputs[0]) else decision
+
+
+def makes_dense(scope: Scope, op: tf.Operation, placement: Placement | None) -> bool:
+    """Whether towers add up the sums that they have by id, and the result isn't by id.
+
+    For example, a sparse gradient is made dense: whole tables would be sent, not some rows. So if
+    the result is reduced, the op may run once instead.
+
+    Args:
+      placement: of the result.
+    """
+    if op.type != op_types.UNSORTED_SEGMENT_SUM:
+        return False
+    is_of_sums = isinstance(scope.placement_of(op.inputs[0]), Partial)
+    return is_of_sums and not isinstance(rows_of(placement), UniqueRows)
 
 
 def _is_reduced_by_itself(scope: Scope, tensor: tf.Tensor) -> bool:

@@ -19,35 +19,23 @@ from estimator_mgpu.partition.placements import (
     NotGatherable,
     Partial,
     Placement,
-    Positions,
     Shard,
     rows_of,
 )
-from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan, RaggedRows, SparseRows
+from estimator_mgpu.partition.plan import LoopFrame, OpPlan, Plan
+from estimator_mgpu.partition.propagation.batch_placements import place_batch
 from estimator_mgpu.partition.propagation.branches import (
     decide_branches,
     decide_merge,
     decide_switch,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial
+from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
-from estimator_mgpu.partition.propagation.scope import ALL, CallRule, Rules, Scope
-from estimator_mgpu.partition.rules.entries import key_of_sums
+from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Same, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
-from estimator_mgpu.partition.rules.row_lengths import of_splits
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import (
-    ONE,
-    Entries,
-    RowSpace,
-    RowsToLast,
-    SelectedRows,
-    Size,
-    Splits,
-    UniqueRows,
-    full_size,
-)
+from estimator_mgpu.partition.sizes import RowSpace, SelectedRows
 from estimator_mgpu.tf_internals import graphs, op_types, private
 from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
@@ -92,8 +80,8 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    same_entries: dict[str, str] = {}
-    same_sums: dict[str, str] = {}
+    same_entries = Same()
+    same_sums = Same()
     # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(
@@ -105,19 +93,7 @@ def propagate(
             same_entries=same_entries,
             same_sums=same_sums,
         )
-        for tensor in sources:
-            _begin_sharded(scope, tensor)
-        entries: dict[str, SparseRows | RaggedRows] = {}
-        for tensor in unsharded:
-            _begin_unsharded(scope, tensor)
-            if isinstance(tensor, tf.SparseTensor):
-                entries.update(_begin_entries(scope, tensor))
-            if isinstance(tensor, tf.RaggedTensor):
-                entries.update(_begin_ragged(scope, tensor))
-        at_others_entries = _join_entries(scope, unsharded)
-        entries.update(at_others_entries)
-        _join_sums(scope)
-
+        entries, at_others_entries = place_batch(scope, sources, unsharded)
         count_of_same = scope.count_of_same_rows
         graph_pass = _Pass(scope, reasons, may_be_dead)
         for op in order:
@@ -129,7 +105,7 @@ def propagate(
                 rows=batch,
                 sources=sources,
                 entries=entries,
-                at_others_entries=at_others_entries.keys(),
+                at_others_entries=at_others_entries,
                 order=[end for op in order for end in _boundary(op)],
                 ops=scope.ops,
                 placements=scope.placements,
@@ -167,105 +143,6 @@ def _frames(
         if loop.body is not None:
             frames.update(_frames(scope, loop.body.ops, inside))
     return frames
-
-
-def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
-    """Begins with a dense tensor of the batch: it's sharded along dimension 0."""
-    scope.placements[tensor.name] = Shard(0, scope.batch)
-    dims = scope.sizes.dims(tensor) or []
-    scope.sizes.set_dims(tensor, [full_size(scope.batch), *dims[1:]])
-
-
-def _begin_unsharded(scope: Scope, tensor: tf.Tensor | tf.SparseTensor | tf.RaggedTensor) -> None:
-    """Begins with a tensor that isn't sharded itself, though what is made of it may be."""
-    for component in tf.nest.flatten(tensor, expand_composites=True):
-        scope.reshardable.add(component.name)
-    if isinstance(tensor, tf.SparseTensor):
-        entries = scope.sizes.entries(tensor.dense_shape)
-        if entries:
-            scope.sizes.set_entries(tensor.dense_shape, [full_size(scope.batch), *entries[1:]])
-    if isinstance(tensor, tf.RaggedTensor):
-        scope.sizes.set_dims(tensor.row_splits, [Size(1, (Splits(scope.batch),))])
-
-
-def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRows]:
-    """Begins with a sparse tensor: each tower has the entries of its examples.
-
-    Returns:
-      By name, what towers take of its indices and values: nothing if the graph doesn't know how
-      many dimensions it has.
-    """
-    indices, values = tensor.indices, tensor.values
-    shape = scope.sizes.entries(tensor.dense_shape)
-    columns = indices.shape.as_list()[1] if indices.shape.rank == 2 else None
-    if not shape or columns != len(shape) or values.shape.rank != 1:
-        return {}
-    rows = Entries(indices.name, None, scope.batch)
-    # Another sparse tensor may have the same indices.
-    positions = scope.placements.get(indices.name, Positions(rows, (), scope.batch, ONE))
-    if not isinstance(positions, Positions) or values.name in scope.placements:
-        return {}
-    scope.placements[indices.name] = positions
-    scope.placements[values.name] = positions.shard
-    scope.sizes.set_dims(indices, [positions.count, Size(columns)])
-    scope.sizes.set_dims(values, [positions.count])
-    need = SparseRows(indices.name, scope.batch, ONE)
-    return {indices.name: need, values.name: need}
-
-
-def _join_entries(
-    scope: Scope, unsharded: Sequence[tf.Tensor | tf.SparseTensor | tf.RaggedTensor]
-) -> dict[str, SparseRows]:
-    """Lets towers have values, such as weights, where the entries of another sparse tensor are.
-
-    An op that uses both one by one goes by their places: the indices of the values don't matter to
-    it. It needs as many of both, or a single one, which isn't broadcast here: the step fails then.
-
-    Returns:
-      By name, what towers take of such values.
-    """
-    at_others_entries: dict[str, SparseRows] = {}
-    for tensor in unsharded:
-        if isinstance(tensor, tf.SparseTensor) and tensor.indices.name in scope.same_entries:
-            name = scope.whose_entries(tensor.indices.name)
-            positions = scope.placements[name]
-            assert isinstance(positions, Positions)
-            scope.placements[tensor.values.name] = positions.shard
-            scope.sizes.set_dims(tensor.values, [positions.count])
-            at_others_entries[tensor.values.name] = SparseRows(name, scope.batch, ONE)
-    return at_others_entries
-
-
-def _join_sums(scope: Scope) -> None:
-    """Gives one row space to all sums of entries that are used together, example by example.
-
-    It's the batch's, if one of them is used with examples, too.
-    """
-    same: dict[str, list[str]] = {}
-    for indices in scope.same_sums:
-        same.setdefault(scope.whose_sums(indices), []).append(indices)
-    for first, others in same.items():
-        names = others if first == ALL else [first, *others]
-        rows = scope.batch if first == ALL else RowsToLast.of(names, scope.batch)
-        for name in names:
-            scope.sizes.same_for(key_of_sums(name), rows)
-
-
-def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows]:
-    """Begins with a ragged tensor: each tower has the values of its examples.
-
-    Returns:
-      By name, what towers take of its values: nothing if values are ragged themselves, or if the
-      graph doesn't know how many dimensions they have.
-    """
-    values, splits = tensor.values, tensor.row_splits
-    is_dense = isinstance(values, tf.Tensor) and values.shape.rank
-    if not is_dense or values.name in scope.placements:
-        return {}
-    [rows] = scope.sizes.selections(of_splits(splits), [values], scope.batch)
-    scope.placements[values.name] = Shard(0, rows)
-    scope.sizes.set_dims(values, [full_size(rows), *scope.sizes.static_dims(values)[1:]])
-    return {values.name: RaggedRows(values.name, splits.name, scope.batch)}
 
 
 class _Pass:
@@ -424,23 +301,11 @@ class _Pass:
                         break
                     rearrangements.append(tensor.op)
                     tensor = source
-                if tensor.name not in self.scope.reduced and self._is_of_sums_by_id(tensor):
-                    # In the next pass it may run once: see `decide_of_partial`.
-                    self.is_last = False
+                is_new = tensor.name not in self.scope.reduced
+                if is_new and makes_dense(self.scope, tensor.op, self.scope.placement_of(tensor)):
+                    self.is_last = False  # It may run once in the next pass.
                 self.scope.reduced.add(tensor.name)
                 self._visit_again(tensor, rearrangements[::-1])
-
-    def _is_of_sums_by_id(self, tensor: tf.Tensor) -> bool:
-        """Whether towers add up the sums that they have by id, and the result isn't by id.
-
-        For example, a sparse gradient is made dense: whole tables would be sent, not some rows.
-        """
-        op = tensor.op
-        if op.type != op_types.UNSORTED_SEGMENT_SUM:
-            return False
-        rows = rows_of(self.scope.placement_of(tensor))
-        is_of_sums = isinstance(self.scope.placement_of(op.inputs[0]), Partial)
-        return is_of_sums and not isinstance(rows, UniqueRows)
 
     def _visit_again(self, reduced: tf.Tensor, rearrangements: Sequence[tf.Operation]) -> None:
         """Lets ops run once that have passed on a partial result that is now reduced before them.

@@ -45,7 +45,7 @@ from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import Entry, full_size
+from estimator_mgpu.partition.sizes import Entry
 from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
 from estimator_mgpu.tf_internals.v1_loops import LoopBody, OpOrLoop, passed_on
@@ -342,7 +342,7 @@ class FunctionBody:
         needs: tuple[Need, ...] = (Slice(request.axis, self.scope.batch, request.factor),)
         if op.type == op_types.FILL:
             needs = (LocalShape(tuple(dims), request.axis, self.scope.batch), LOCAL)
-        dims[request.axis] = request.factor * full_size(self.scope.batch)
+        dims[request.axis] = request.factor * self.scope.batch.size
         shard = Shard(request.axis, self.scope.batch, request.in_blocks)
         self.scope.record(op, Decision(OpPlan(needs), [shard], [dims]))
 

@@ -41,8 +41,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    full_size,
-    is_ordered,
     known,
     may_be_paired,
     per_row,
@@ -64,6 +62,10 @@ class Way(NamedTuple):
         return Shard(axis, self.rows, self.in_blocks and factor != ONE)
 
 
+Candidates = list[tuple[Label, Size, RowSpace]]
+"""Dimensions along which an op may be sharded: the label, full size and row space of each."""
+
+
 class Match:
     """An op with its signature.
 
@@ -80,13 +82,12 @@ class Match:
         self._sizes = scope.sizes
         self._inputs = list(zip(op.inputs, signature.inputs, placements))
 
-    def decision(self) -> Decision | None:
-        """How the op is sharded, in the first way that is possible; None if none is."""
+    def decisions(self) -> Iterator[Decision]:
+        """Yields how the op is sharded, in each way that is possible, the best first."""
         for way in self._ways():
             decision = self._decision(way)
             if decision is not None:
-                return decision
-        return None
+                yield decision
 
     # Which ways there are.
 
@@ -156,34 +157,37 @@ class Match:
                 seen.add(tensor.op)
                 stack += tensor.op.inputs
 
-    def _along_shard(
-        self, tensor: tf.Tensor, operand: Operand, placement: Shard
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The label, full size and row space of the dimension along which an input is sharded."""
+    def _along_shard(self, tensor: tf.Tensor, operand: Operand, placement: Shard) -> Candidates:
+        """The dimension along which an input is sharded."""
         labels = labels_of(operand)
         dims = self._sizes.dims(tensor)
         if not labels or not dims:
             return []
         return [(labels[placement.axis], dims[placement.axis], placement.rows)]
 
-    def _along_entries(
-        self, operand: EntriesOf, placement: Placement
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the rows of a sparse tensor of which each tower has its entries."""
+    def _along_entries(self, operand: EntriesOf, placement: Placement) -> Candidates:
+        """The rows of a sparse tensor of which each tower has its entries.
+
+        By its shape, it may have more rows, the last of them without entries. If these were shared
+        over the towers, a tower's rows wouldn't be those in which its entries are counted.
+        """
         if not isinstance(placement, Positions):
             return []
-        rows = placement.rows
-        return [(operand.label, placement.factor * full_size(rows), rows)]
+        for shape, of_shape, _ in self._inputs:
+            if isinstance(of_shape, SizesOf) and operand.label in of_shape.labels:
+                heights = self._sizes.entries(shape)
+                axis = of_shape.labels.index(operand.label)
+                if not heights or not heights[axis].same_as(placement.total):
+                    return []
+        return [(operand.label, placement.total, placement.rows)]
 
-    def _along_sizes(
-        self, tensor: tf.Tensor, operand: SizesOf
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for the entries of a shape that depend on the number of examples.
+    def _along_sizes(self, tensor: tf.Tensor, operand: SizesOf) -> Candidates:
+        """Those of which a shape has the size, where that depends on the number of examples.
 
         Or on that of rows which towers have selected: what is added to these is made there, too.
         """
         batch = self._scope.batch
-        candidates: list[tuple[Label, Size, RowSpace]] = []
+        candidates: Candidates = []
         for label, size in zip(operand.labels, self._sizes.entries(tensor) or []):
             rows = batch if batch in size.symbols else size.rows
             if rows is batch or (
@@ -192,10 +196,8 @@ class Match:
                 candidates.append((label, size, rows))
         return candidates
 
-    def _along_gathered(
-        self, tensor: tf.Tensor, operand: Operand
-    ) -> list[tuple[Label, Size, RowSpace]]:
-        """The same for dimension 0 of what was gathered.
+    def _along_gathered(self, tensor: tf.Tensor, operand: Operand) -> Candidates:
+        """Dimension 0 of what was gathered.
 
         If that has another row space than the batch's, as what `tf.boolean_mask` gives, only
         heavy ops such as `MatMul` are worth sharding.
@@ -233,8 +235,6 @@ class Match:
                 factor = per_row(dims[axis], way.rows) or way.factor
                 placements.append(way.shard(axis, factor))
             elif self._signature.reduce:
-                if isinstance(way.rows, UniqueRows):
-                    return None  # Several towers may have the same id.
                 placements.append(Partial(self._signature.reduce, way.rows))
             else:
                 placements.append(REPLICATE)
@@ -280,7 +280,7 @@ class Match:
         if way.in_blocks:
             return None  # A tower's rows don't follow each other.
         _, _, positions = self._inputs[operand.indices]
-        expected = way.factor * full_size(way.rows)
+        expected = way.factor * way.rows.size
         if isinstance(positions, Positions) and positions.total == expected:
             is_indices = placement is positions
             return LOCAL if is_indices else selections.of_positions(positions, placement)
@@ -292,8 +292,6 @@ class Match:
         """The form of indices that begin with their rows."""
         if self._scope.in_function or way.in_blocks or way.label != operand.labels[0]:
             return None  # In a function, a tower doesn't know its first row.
-        if not is_ordered(way.rows) or isinstance(way.rows, UniqueRows):
-            return None  # A tower's rows don't follow each other.
         need = self._need(tensor, operand.labels, placement, way)
         factor = per_row(operand.total, way.rows)
         if need is None or factor is None:
@@ -318,8 +316,6 @@ class Match:
             return None
         if dims[axis] == ONE:
             return FULL  # It's broadcast to all examples.
-        if isinstance(way.rows, UniqueRows):
-            return None  # A tower's ids don't follow each other.
         factor = per_row(dims[axis], way.rows)
         if way.factor == ONE and may_be_paired(dims[axis], way.rows):
             factor = ONE
@@ -401,7 +397,7 @@ class Match:
                 factor = per_row(rule_size, way.rows) if rule_size else way.factor
                 if factor is None:
                     return None
-                dims.append(factor * full_size(way.rows))
+                dims.append(factor * way.rows.size)
             elif number is None or (rule_size and rule_size.rows):
                 dims.append(rule_size or self._size_of(label) or inferred_size)
             else:

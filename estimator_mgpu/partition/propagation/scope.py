@@ -39,6 +39,38 @@ class Rules(NamedTuple):
     heavy: Container[str]  # worth sharding along row spaces that aren't the batch's
 
 
+class Same:
+    """Names that are found, two by two, to stand for the same. One of these is the first."""
+
+    def __init__(self) -> None:
+        self._earlier: dict[str, str] = {}  # by name, one that is the same and was there before
+
+    def __len__(self) -> int:
+        return len(self._earlier)
+
+    def first(self, name: str) -> str:
+        """The first one of those that are the same as a name."""
+        while name in self._earlier:
+            name = self._earlier[name]
+        return name
+
+    def join(self, name: str, other: str) -> None:
+        """Notes that both are the same. `ALL` becomes the first one."""
+        first = self.first(name)
+        second = self.first(other)
+        if second == ALL:
+            first, second = second, first
+        if first != second:
+            self._earlier[second] = first
+
+    def sets(self) -> dict[str, list[str]]:
+        """Those that are the same: by the first one, the others."""
+        sets: dict[str, list[str]] = {}
+        for name in self._earlier:
+            sets.setdefault(self.first(name), []).append(name)
+        return sets
+
+
 @dataclass
 class Scope:
     """The graph, or a function that towers call.
@@ -55,10 +87,11 @@ class Scope:
       reduced: names of tensors, partial results of towers, that are reduced where they are made.
       run_once: ops that have to run once, as other ops need all of their lists. By the name of such
         an op, why the others do, by their names.
-      same_entries: sparse tensors of the batch that are used entry by entry with another one, as
-        weights are with their ids. By the name of a tensor's indices, that of the other's.
-      same_sums: those whose sums are used with the sums of another one, one by one, or with all
-        examples, and so are as many. By the name of the indices, that of the other's, or `ALL`.
+      same_entries: sparse tensors of the batch that are used entry by entry, as weights are with
+        their ids, by the names of their indices. Towers have the values where the entries of the
+        first one are.
+      same_sums: those whose sums are used one by one, and so are as many; `ALL` if these are used
+        with all examples.
       reshardable: names of tensors that were gathered, or made once of such. They may be sharded
         again, along dimension 0.
       ops: what was decided for ops that run on every tower, by name.
@@ -74,8 +107,8 @@ class Scope:
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
     run_once: dict[str, dict[str, str]] = field(default_factory=dict)
-    same_entries: dict[str, str] = field(default_factory=dict)
-    same_sums: dict[str, str] = field(default_factory=dict)
+    same_entries: Same = field(default_factory=Same)
+    same_sums: Same = field(default_factory=Same)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)
@@ -86,39 +119,19 @@ class Scope:
         name = tensor.name
         return REPLICATE if name in self.reduced else self.placements.get(name, REPLICATE)
 
-    def whose_entries(self, indices: str) -> str:
-        """The sparse tensor of the batch at whose entries towers have the values of another one.
-
-        Args:
-          indices: the name of the other one's indices.
-
-        Returns:
-          That of its indices; `indices` if it's the same.
-        """
-        return _first(self.same_entries, indices)
-
-    def whose_sums(self, indices: str) -> str:
-        """The sparse tensor, or `ALL`, whose sums are as many as those of another one.
-
-        Args:
-          indices: the name of the other one's indices.
-        """
-        return _first(self.same_sums, indices)
-
     def note_same_rows(self, rows: RowSpace, others: RowSpace) -> None:
         """Notes that an op uses the rows of two row spaces one by one: then they become one.
 
-        That's so from the next pass on. Of the entries of two sparse tensors of the batch, towers
-        then have the latter's values where the former's entries are. A step fails if there aren't
-        as many of both.
+        That's so from the next pass on. A step fails if there aren't as many of both.
         """
         if isinstance(rows, Entries) and isinstance(others, Entries):
-            _make_same(self.same_entries, rows.name, others.name)
-        first, second = self._whose_rows(rows), self._whose_rows(others)
-        if first is not None and second is not None:
-            _make_same(self.same_sums, first, second)
+            self.same_entries.join(rows.name, others.name)
+        sums = self._whose_sums(rows)
+        other_sums = self._whose_sums(others)
+        if sums is not None and other_sums is not None:
+            self.same_sums.join(sums, other_sums)
 
-    def _whose_rows(self, rows: RowSpace) -> str | None:
+    def _whose_sums(self, rows: RowSpace) -> str | None:
         """Whose sums have these rows; `ALL` if they are the batch's, None if they are others."""
         if isinstance(rows, RowsToLast):
             return rows.name
@@ -256,19 +269,3 @@ class Scope:
             for operand, need in zip(op.inputs, made[op.name].needs)
             if need == LOCAL
         )
-
-
-def _first(same: Mapping[str, str], name: str) -> str:
-    """The first one of those that are the same."""
-    while name in same:
-        name = same[name]
-    return name
-
-
-def _make_same(same: dict[str, str], name: str, other: str) -> None:
-    """Notes that both are the same. `ALL` becomes the first one."""
-    first, second = _first(same, name), _first(same, other)
-    if second == ALL:
-        first, second = second, first
-    if first != second:
-        same[second] = first

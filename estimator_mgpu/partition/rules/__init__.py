@@ -3,8 +3,8 @@
 Comes in: an op, and the symbolic sizes of its tensors. Comes out: a `Signature`, with a label for
 each dimension, or `NotSharded`. `notation` says how a rule is written. `row_indices` and `zeros`
 tell rules what the graph says of a tensor. Each other module is a family of ops, with its table and
-the functions for its special ops. `lists`, `tensor_arrays`, `selections`, `entries` and `ragged`
-are apart: these are functions of placements.
+the functions for its special ops. `lists`, `tensor_arrays`, `selections`, `entries`, `ragged` and
+`unique_ids` are apart: these are functions of placements.
 
 An op whose type isn't here runs once, unsharded, which is exact: a missing rule costs parallelism,
 never a number. An op that may run only once a step, such as a print, must have none: outside of
@@ -57,7 +57,10 @@ RULES: dict[str, Rule] = {
 OF_DEVICE = neural_networks.OF_DEVICE
 
 OF_PLACEMENTS = frozenset([*selections.TYPES, *entries.TYPES])
-"""Types of ops that are sharded by what towers have of their inputs, or run once."""
+"""Types of ops that are sharded by what towers have of their inputs, if they can be.
+
+If they can't, the rule of the table counts, if there is one.
+"""
 
 # What `propagation` decides without a rule of the table.
 _DECIDED_APART = frozenset(

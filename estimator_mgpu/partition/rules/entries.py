@@ -10,8 +10,7 @@ say, of two examples on two towers, the second of which has no id:
     Unique                                        [7]  places [0, 0]          and    [0]  places [0]
     SparseSegmentMean of table[ids]               [table[7]]                  and    [table[0]]
 
-What a tower looks up are its own different ids (`UniqueRows`). The gradients of the rows that it
-looked up are partial sums over ids: towers that have an id in common add up theirs.
+What a tower looks up are its own different ids: see `unique_ids`.
 
 Selections are made of rows, and summed to rows, so these rules are functions of the placements, as
 those in `selections` are.
@@ -20,13 +19,13 @@ those in `selections` are.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
     REPLICATE,
-    Partial,
     Placement,
     PlacesOfIds,
     Positions,
@@ -43,11 +42,11 @@ from estimator_mgpu.partition.plan import (
     OpPlan,
     Padding,
     Slice,
-    local_shape_of,
+    local_shape_by_rows,
 )
-from estimator_mgpu.partition.rules import ragged
+from estimator_mgpu.partition.rules import ragged, unique_ids
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import before_arrangement, of_positions, of_rows
+from estimator_mgpu.partition.rules.selections import of_positions, of_shape
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -58,36 +57,27 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    full_size,
     origin_of,
     per_row,
 )
 from estimator_mgpu.tf_internals import op_types
 
 _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 'Prod', 'Sum'))
-_SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
-_GRADIENTS = tuple(f'{op_type}Grad' for op_type in _SPARSE)
-_SPARSE_GRADIENTS = tuple(f'{op_type}GradV2' for op_type in _SPARSE)
 # What lookups of sparse ids make of each row: it's zero without entries.
-_SUMS = ('SegmentSum', *_SPARSE)
-SUMS_BY_ID = (op_types.UNSORTED_SEGMENT_SUM, *_GRADIENTS, *_SPARSE_GRADIENTS)
-"""Types of ops of which towers may have partial sums by id."""
+_SUMS = ('SegmentSum', *op_types.SPARSE_SEGMENTS)
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """How an op on entries is sharded; None if it has to run once.
 
     Args:
-      op: one of `TYPES`, or one that is given positions or places.
+      op: one of `TYPES`, or one that is given positions or places of ids.
     """
-    rule = _RULES.get(op.type)
+    rule = _RULES.get(op.type) or _USES.get(op.type)
     positions = [placement for placement in placements if isinstance(placement, Positions)]
     if rule is None or any(isinstance(one.rows, UniqueRows) for one in positions):
         return None  # What is in rows of different ids, several towers may have.
     return rule(op, placements, sizes)
-
-
-# Entries.
 
 
 def _indices_of(
@@ -106,7 +96,7 @@ def _indices_of(
         return None
     if not begin_with_repeated_rows(tensor, rows, sizes):
         return None
-    positions = Positions(rows, (), rows, ONE, repeats, fill_rows=True)
+    positions = Positions(rows, rows, ONE, repeats=repeats, fill_rows=True)
     return positions, CountedFromFirst(Slice(0, rows, repeats), rows, ONE)
 
 
@@ -127,10 +117,11 @@ def _reshape(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) ->
     if not before[0].same_as(positions.total):
         return None  # Of [2 * batch, 3], all entries may be in the first half of the rows.
     factor = per_row(after[0], rows)
-    shape = _local_shape(before, rows)
-    new_shape: Need | None = FULL if asked[0] == Size(-1) else _local_shape(asked, rows)
-    has_other_rows = any(rows in size.symbols for size in asked[1:])
-    if factor is None or shape is None or new_shape is None or has_other_rows:
+    shape = local_shape_by_rows(before, rows)
+    new_shape: Need | None = local_shape_by_rows(asked, rows)
+    if asked[0] == Size(-1) and not any(rows in size.symbols for size in asked):
+        new_shape = FULL
+    if factor is None or shape is None or new_shape is None:
         return None
     return Decision(
         OpPlan((need, shape, new_shape)),
@@ -160,7 +151,7 @@ def _fill_empty_rows(
         return None
     positions, need = indices
     rows = positions.rows
-    local_shape = _local_shape(shape, rows)
+    local_shape = local_shape_by_rows(shape, rows)
     if local_shape is None or per_row(shape[0], rows) != positions.factor:
         return None
 
@@ -168,7 +159,7 @@ def _fill_empty_rows(
     # An example's entries may be shared out to several rows in more than one way.
     key = positions if positions.factor == ONE else op.inputs[0].name
     filled = sizes.same_for((op.type, key), filled)
-    filled_positions = Positions(filled, (), rows, positions.factor, fill_rows=True)
+    filled_positions = Positions(filled, rows, positions.factor, fill_rows=True)
     count = filled_positions.count
     return Decision(
         OpPlan((need, of_positions(positions, placements[1]), local_shape, FULL)),
@@ -188,53 +179,46 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     It gives the entries of each row, in the order of the rows.
     """
     count = op.get_attr('N')
-    dense_count = len(op.get_attr('dense_types'))
-    tensors = list(zip(op.inputs, placements))
-    indices = [_indices_of(*pair, sizes) for pair in tensors[:count]]
-    dense = tensors[3 * count : 3 * count + dense_count]
-    shapes = [sizes.entries(shape) or [] for shape, _ in tensors[2 * count : 3 * count]]
-    shapes += [sizes.dims(tensor) or [] for tensor, _ in dense]
-    own_rows = [entries[0].rows for entries in indices if entries]
+    inputs = iter(zip(op.inputs, placements))
+    all_indices = [_indices_of(*pair, sizes) for pair in itertools.islice(inputs, count)]
+    values = [placement for _, placement in itertools.islice(inputs, count)]
+    shapes = [sizes.entries(tensor) or [] for tensor, _ in itertools.islice(inputs, count)]
+    dense = list(itertools.islice(inputs, len(op.get_attr('dense_types'))))
+    others = list(inputs)
+
+    own_rows = [indices[0].rows for indices in all_indices if indices]
     own_rows += [placement.rows for _, placement in dense if isinstance(placement, Shard)]
     if not own_rows or isinstance(own_rows[0], SelectedRows):
         return None
     rows = own_rows[0]
-    height = full_size(rows)
-    if not all(shape and shape[0].same_as(height) for shape in shapes):
+    all_dims = [*shapes, *[sizes.dims(tensor) or [] for tensor, _ in dense]]
+    if not all(dims and dims[0].same_as(rows.size) for dims in all_dims):
         return None
 
     needs_of_indices: list[Need] = []
     needs_of_values: list[Need] = []
-    for entries, (_, placement) in zip(indices, tensors[count : 2 * count]):
-        if entries is None:
+    for indices, placement in zip(all_indices, values):
+        if indices is None:
             return None
-        positions, need = entries
-        if not positions.are_ordered or positions.total != height:
+        positions, need = indices
+        if not positions.selection.is_ordered or positions.total != rows.size:
             return None  # It takes them to be in the order of the rows.
         needs_of_indices.append(need)
         needs_of_values.append(of_positions(positions, placement))
-    needs_of_shapes = [LocalShape(tuple(shape), 0, rows) for shape in shapes[:count]]
-    needs_of_dense = [
+    needs: list[Need] = [*needs_of_indices, *needs_of_values]
+    needs += [LocalShape(tuple(shape), 0, rows) for shape in shapes]
+    needs += [
         LOCAL if placement == Shard(0, rows) else Slice(0, rows, ONE) for _, placement in dense
     ]
-    others = len(op.inputs) - 3 * count - dense_count
+    needs += [FULL] * len(others)
 
-    crossed = SelectedRows(op.outputs[0].name, None, origin_of(rows))
-    positions = Positions(crossed, (), rows, ONE)
+    crossed = Positions(SelectedRows(op.outputs[0].name, None, origin_of(rows)), rows, ONE)
     shape = op.outputs[2]
-    sizes.set_entries(shape, [height, Size(1, (Largest(shape.name, 1),))])
+    sizes.set_entries(shape, [rows.size, Size.of(Largest(shape.name, 1))])
     return Decision(
-        OpPlan(
-            (
-                *needs_of_indices,
-                *needs_of_values,
-                *needs_of_shapes,
-                *needs_of_dense,
-                *[FULL] * others,
-            )
-        ),
-        [positions, positions.shard, None],
-        [[positions.count, Size(2)], [positions.count], [Size(2)]],
+        OpPlan(tuple(needs)),
+        [crossed, crossed.shard, None],
+        [[crossed.count, Size(2)], [crossed.count], [Size(2)]],
     )
 
 
@@ -277,10 +261,8 @@ def _sparse_segments(
     if len(op.inputs) == 3:
         return _summed_to_last(op, positions, needs, dims, sizes)
 
-    count = sizes.entries(op.inputs[3])
-    if not count or not count[0].same_as(positions.total):
-        return None
-    return _summed(positions, (*needs, LocalShape(tuple(count), 0, positions.rows)), dims)
+    count = of_shape(positions, sizes.entries(op.inputs[3]))
+    return None if count is None else _summed(positions, (*needs, count), dims)
 
 
 def _data_and_ids(
@@ -288,7 +270,7 @@ def _data_and_ids(
 ) -> tuple[Need, Need] | None:
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
     if isinstance(ids, PlacesOfIds):
-        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == full_size(ids.ids)
+        is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == ids.ids.size
         is_of_entries = Shard(0, ids.rows) == positions.shard
         return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
@@ -311,12 +293,12 @@ def _summed_to_last(
     entries = positions.selection
     if not isinstance(entries, Entries) or op.type not in _SUMS:
         return None
-    if positions.rows is not entries.origin or positions.total != full_size(entries.origin):
+    if positions.rows is not entries.origin or positions.total != entries.origin.size:
         return None
     to_last: RowSpace = RowsToLast.of([entries.name], entries.origin)
     rows = sizes.same_for(key_of_sums(entries.name), to_last)  # or others that propagation has set
     plan = OpPlan(needs, padding=Padding(rows, entries.name))
-    return Decision(plan, [Shard(0, rows)], [[full_size(rows), *data_dims[1:]]])
+    return Decision(plan, [Shard(0, rows)], [[rows.size, *data_dims[1:]]])
 
 
 def key_of_sums(indices: str) -> tuple[str, str]:
@@ -337,13 +319,13 @@ def _pad(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Dec
     paddings = sizes.entries(op.inputs[1])  # two numbers a dimension
     if not isinstance(rows, RowsToLast) or not dims or not paddings:
         return None
-    is_of_rows = placements[0] == Shard(0, rows) and dims[0] == full_size(rows)
-    fills_up = paddings == [Size(0), full_size(rows.behind), *[Size(0)] * (len(paddings) - 2)]
+    is_of_rows = placements[0] == Shard(0, rows) and dims[0] == rows.size
+    fills_up = paddings == [Size(0), rows.behind.size, *[Size(0)] * (len(paddings) - 2)]
     if not is_of_rows or not fills_up or not op.inputs[1].shape.is_fully_defined():
         return None
     local = LocalShape(tuple(paddings), 1, rows.behind)
     plan = OpPlan((LOCAL, local, *[FULL] * (len(op.inputs) - 2)))
-    return Decision(plan, [Shard(0, rows.origin)], [[full_size(rows.origin), *dims[1:]]])
+    return Decision(plan, [Shard(0, rows.origin)], [[rows.origin.size, *dims[1:]]])
 
 
 def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -353,210 +335,33 @@ def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     rows = size[0].rows if size else None
     if not isinstance(rows, RowsToLast) or not dims or not size:
         return None
-    if placements[0] != Shard(0, rows.origin) or dims[0] != full_size(rows.origin):
+    if placements[0] != Shard(0, rows.origin) or dims[0] != rows.origin.size:
         return None
-    takes_first = sizes.numbers(op.inputs[1]) == [0] * len(size) and size[0] == full_size(rows)
+    takes_first = sizes.numbers(op.inputs[1]) == [0] * len(size) and size[0] == rows.size
     if not takes_first or not all(map(Size.same_as, size[1:], dims[1:])):
         return None
     plan = OpPlan((LOCAL, FULL, LocalShape(tuple(size), 0, rows)))
     return Decision(plan, [Shard(0, rows)], [size])
 
 
-# Different ids.
-
-
-def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`Unique`: of the ids of entries, those that are different, and the place of each.
-
-    Optimizers ask for it once more, of the ids that were looked up: these are different already.
-    """
-    rows = rows_of(placements[0])
-    if not isinstance(rows, SelectedRows):
-        return None
-    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [full_size(rows)]:
-        return None  # Each entry has one id.
-    if isinstance(rows, UniqueRows):
-        if before_arrangement(op.inputs[0]).name != rows.name:
-            return None  # What is computed of different ids may be the same.
-        dims = [[full_size(rows)], [full_size(rows)]]
-        return Decision(OpPlan((LOCAL,)), [Shard(0, rows), PlacesOfIds(rows, rows)], dims)
-
-    picked_from = None if rows.is_ordered else rows
-    ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
-    dims = [[full_size(ids)], [full_size(rows)]]
-    return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
-
-
-def _take_of_ids(
-    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
-) -> Decision | None:
-    """`GatherV2` of what belongs to different ids: for each entry, what belongs to its id."""
-    looked_up, places, _ = placements
-    dims = sizes.dims(op.inputs[0])
-    is_along_rows = sizes.numbers(op.inputs[2]) == [0] and op.get_attr('batch_dims') == 0
-    is_vector = sizes.rank(op.inputs[1]) == 1
-    if not isinstance(places, PlacesOfIds) or not is_along_rows or not is_vector or not dims:
-        return None
-    if looked_up != Shard(0, places.ids) or dims[0] != full_size(places.ids):
-        return None
-    entry_dims = [full_size(places.rows), *dims[1:]]
-    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
-
-
-def _gradient_of_gather(
-    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
-) -> Decision | None:
-    """`UnsortedSegmentSum`: for each id, the sum of what its entries have."""
-    placement, places, _ = placements
-    data_dims = sizes.dims(op.inputs[0])
-    if not isinstance(places, PlacesOfIds) or not data_dims or sizes.rank(op.inputs[1]) != 1:
-        return None
-    count = _count_of_ids(places.ids, op.inputs[2], sizes)
-    if count is None:
-        return None
-    if places.rows is places.ids:
-        # Each id has one row. These aren't parts of a sum: towers with the same id have the same.
-        rows = Shard(0, places.ids)
-        if placement != rows or data_dims[0] != full_size(places.ids):
-            return None
-        return Decision(OpPlan((LOCAL, LOCAL, count)), [rows], [data_dims])
-    # There are as many rows as places, or the op fails.
-    data = LOCAL if placement == Shard(0, places.rows) else Slice(0, places.rows, ONE)
-    needs = (data, LOCAL, count)
-    return _summed_by_id(places.ids, needs, data_dims)
-
-
-def decide_of_sums_by_id(
-    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
-) -> Decision | None:
-    """How an op on the sums by id that towers have is sharded; None if it needs the full ones.
-
-    Args:
-      op: one that is given partial results.
-      placements: of its inputs.
-      sizes: of tensors.
-    """
-    ids = rows_of(placements[0])
-    dims = sizes.dims(op.inputs[0])
-    if not isinstance(ids, UniqueRows) or not isinstance(placements[0], Partial):
-        return None
-    if not dims or dims[0] != full_size(ids):
-        return None
-    if op.type == op_types.RESHAPE:
-        return _reshaped_sums_by_id(ids, sizes.entries(op.inputs[1]))
-    if op.type == op_types.UNSORTED_SEGMENT_SUM:
-        return _sums_of_sums(op, ids, placements[1], dims, sizes)
-    return None
-
-
-def _reshaped_sums_by_id(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
-    """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
-    local_shape = local_shape_of(shape, 0, ids)
-    if not shape or local_shape is None or shape[0] != full_size(ids):
-        return None
-    # A tower without ids can't tell what -1 stands for, as it has no entries.
-    if any(size == Size(-1) or ids in size.symbols for size in shape[1:]):
-        return None
-    return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [list(shape)])
-
-
-def _sums_of_sums(
-    op: tf.Operation, ids: UniqueRows, segments: Placement, dims: Sequence[Size], sizes: Sizes
-) -> Decision | None:
-    """`UnsortedSegmentSum`: sums by id are added up by other numbers.
-
-    An optimizer adds up the rows of a gradient that have the same id, as it doesn't know that they
-    have different ones. And a gradient becomes dense if it's added to a dense one: the sum of each
-    id is in the id's row then.
-    """
-    if sizes.dims(op.inputs[1]) != [full_size(ids)]:
-        return None
-    if isinstance(segments, PlacesOfIds):
-        count = _count_of_ids(segments.ids, op.inputs[2], sizes)
-        if segments.rows is not ids or count is None:
-            return None
-        return _summed_by_id(segments.ids, (LOCAL, LOCAL, count), dims)
-    rows = sizes.entries(op.inputs[2])
-    if segments != Shard(0, ids) or not rows or sizes.numbers(op.inputs[2]) is None:
-        return None  # If the batch tells the number, parts may be as large as what they're made of.
-    plan = OpPlan((LOCAL, LOCAL, FULL))
-    return Decision(plan, [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
-
-
-def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`SparseSegmentSumGrad` and the like: gradients, each entry's place, its row, and a size."""
-    _, places, positions, _ = placements
-    dims = sizes.dims(op.inputs[0])
-    if not isinstance(places, PlacesOfIds) or not isinstance(positions, Positions) or not dims:
-        return None
-    gradient = of_rows(positions, placements[0], dims[0])
-    count = _count_of_ids(places.ids, op.inputs[3], sizes)
-    if gradient is None or count is None or Shard(0, places.rows) != positions.shard:
-        return None
-    return _summed_by_id(places.ids, (gradient, LOCAL, LOCAL, count), dims)
-
-
-def _sparse_gradient(
-    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
-) -> Decision | None:
-    """`SparseSegmentSumGradV2` and the like: as above, with ids, which it gives sorted as well."""
-    _, ids, positions, _ = placements
-    dims = sizes.dims(op.inputs[0])
-    if not isinstance(positions, Positions) or ids != positions.shard or not dims:
-        return None
-    gradient = of_rows(positions, placements[0], dims[0])
-    if gradient is None:
-        return None
-    origin = origin_of(positions.rows)
-    rows = UniqueRows(op.outputs[1].name, None, origin, is_sorted=True)
-    summed = _summed_by_id(rows, (gradient, LOCAL, LOCAL, FULL), dims)
-    return summed._replace(
-        placements=[*summed.placements, Shard(0, rows)],
-        dims=[*summed.dims, [full_size(rows)]],
-    )
-
-
-def _count_of_ids(ids: UniqueRows, count: tf.Tensor, sizes: Sizes) -> LocalShape | None:
-    """The form of a scalar that says how many different ids there are; None if it doesn't."""
-    entries = sizes.entries(count)
-    return local_shape_of(entries, 0, ids) if entries == [full_size(ids)] else None
-
-
-def _summed_by_id(ids: UniqueRows, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
-    """A decision for sums by ids, of which towers have a part each."""
-    return Decision(OpPlan(needs), [Partial('sum', ids)], [[full_size(ids), *data_dims[1:]]])
-
-
-# Forms.
-
-
-def _local_shape(entries: Sequence[Size], rows: RowSpace) -> LocalShape | None:
-    """The form of a sparse tensor's shape; None if its first entry has no rows, or others have."""
-    if any(rows in size.symbols for size in entries[1:]):
-        return None
-    return local_shape_of(entries, 0, rows)
-
-
 _RULES = {
     'SparseReshape': _reshape,
     'SparseFillEmptyRows': _fill_empty_rows,
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], _cross),
-    'StridedSlice': _column,
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
-    op_types.UNIQUE: _unique,
-    'GatherV2': _take_of_ids,
-    op_types.UNSORTED_SEGMENT_SUM: _gradient_of_gather,
     'Pad': _pad,
     'PadV2': _pad,
     'Slice': _slice,
     **ragged.RULES,
-    **dict.fromkeys(_GRADIENTS, _gradient),
-    **dict.fromkeys(_SPARSE_GRADIENTS, _sparse_gradient),
+    **unique_ids.RULES,
 }
-PADS_AND_SLICES = ('Pad', 'PadV2', 'Slice')
-"""Types of ops for which these rules are asked first. If none holds, that of the table counts."""
-# Of these, only ops that are given positions or places.
-_OF_POSITIONS = ('StridedSlice', 'GatherV2', 'NotEqual', op_types.UNSORTED_SEGMENT_SUM)
-TYPES = tuple(set(_RULES) - {*_OF_POSITIONS, *PADS_AND_SLICES})
-"""Types of ops that are sharded by these rules, or run once."""
+TYPES = tuple(_RULES)
+"""Types of ops on entries, whatever they are given."""
+
+_USES = {
+    'StridedSlice': _column,
+    **ragged.USES,
+    **unique_ids.USES,
+}
+"""By type of op that is given positions, or places of ids: how it's sharded."""

@@ -8,8 +8,6 @@ of sparse features are summed by id on each tower before: see `entries`.
 from __future__ import annotations
 
 import string
-from collections.abc import Callable
-from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -27,6 +25,7 @@ from estimator_mgpu.partition.rules.notation import (
 from estimator_mgpu.partition.rules.row_indices import begin_with_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
+from estimator_mgpu.tf_internals import op_types
 
 
 def _lookup(op: tf.Operation, sizes: Sizes) -> str:
@@ -35,8 +34,7 @@ def _lookup(op: tf.Operation, sizes: Sizes) -> str:
     Axis 0 is '_P I * -> IP', axis 1 'a_P I * -> aIP'. With `batch_dims=1`, each row of the indices
     is for a row of the table: 'a_P aI * -> aIP'.
 
-    This is asked last: of positions, `selections` takes the rows, and of places of ids, `entries`
-    takes what belongs to each entry's id.
+    Where indices are positions or places of ids, `selections` is asked first.
     """
     [axis] = axes_of(op, 2, sizes, rank(op.inputs[0], sizes))
     before = string.ascii_lowercase[:axis]
@@ -100,71 +98,48 @@ def _by_rows(count: int) -> tuple[Label, ...]:
     return ('n', *[None] * (count - 1))
 
 
-class _ScatterLabels(NamedTuple):
-    """How a scatter can be sharded. What it updates has the labels of the output."""
-
-    indices: Operand
-    updates: tuple[Label, ...]
-    output: tuple[Label, ...]
-
-
 def _scatter(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`TensorScatterUpdate` and the like: a tensor with updates where indices say."""
-    tensor, indices, _ = op.inputs
-    dims = require(sizes.dims(tensor))
+    """`ScatterNd`: updates where indices say, and zeros elsewhere; others update a tensor.
 
-    def signature_with(labels: _ScatterLabels) -> Signature:
-        inputs = [labels.output, labels.indices, labels.updates]
-        return Signature(inputs, [labels.output], dims=[dims])
-
-    return _scattered(signature_with, indices, dims, sizes)
-
-
-def _scatter_nd(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`ScatterNd`: updates where indices say, and zeros elsewhere."""
-    indices, _, shape = op.inputs
-    dims = require(sizes.entries(shape))
-
-    def signature_with(labels: _ScatterLabels) -> Signature:
-        inputs = [labels.indices, labels.updates, SizesOf(labels.output)]
-        return Signature(inputs, [labels.output], dims=[dims])
-
-    return _scattered(signature_with, indices, dims, sizes)
-
-
-def _scattered(
-    signature_with: Callable[[_ScatterLabels], Signature],
-    indices: tf.Tensor,
-    dims: list[Size],
-    sizes: Sizes,
-) -> Signature:
-    """The signature of a scatter: along the dimensions that the indices don't name.
-
-    An index of two numbers, say, is a place in the first two dimensions; of [time, batch, units],
-    with the indices [[0], [1]], a tower updates its examples at both times.
+    They can be sharded along the dimensions that the indices don't name. An index of two numbers,
+    say, is a place in the first two dimensions; of [time, batch, units], with the indices
+    [[0], [1]], a tower updates its examples at both times.
 
     If each index begins with its own row, towers update their rows.
-
-    Args:
-      signature_with: makes a signature of labels.
-      indices: a tensor whose last dimension is a place in the first dimensions of the output.
-      dims: of the output.
     """
+    if op.type == 'ScatterNd':
+        indices, _, shape = op.inputs
+        dims = require(sizes.entries(shape))
+    else:
+        tensor, indices, _ = op.inputs
+        dims = require(sizes.dims(tensor))
     index_dims = require(sizes.dims(indices))
     named = require(index_dims[-1].static)
+
     unnamed = range(named, len(dims))
     updates = (*[None] * (len(index_dims) - 1), *unnamed)
-    output = (*[None] * named, *unnamed)
-    along_unnamed = signature_with(_ScatterLabels(FULL, updates, output))
+    along_unnamed = _scattered(op, FULL, updates, (*[None] * named, *unnamed), dims)
     if not begin_with_rows(indices, dims[0], sizes):
         return along_unnamed
 
-    by_rows = _ScatterLabels(
-        IndicesOfRows(_by_rows(len(index_dims)), dims[0]),
-        _by_rows(len(updates)),
-        _by_rows(len(dims)),
-    )
-    return signature_with(by_rows)._replace(otherwise=along_unnamed)
+    indices_of_rows = IndicesOfRows(_by_rows(len(index_dims)), dims[0])
+    by_rows = _scattered(op, indices_of_rows, _by_rows(len(updates)), _by_rows(len(dims)), dims)
+    return by_rows._replace(otherwise=along_unnamed)
+
+
+def _scattered(
+    op: tf.Operation,
+    indices: Operand,
+    updates: tuple[Label, ...],
+    output: tuple[Label, ...],
+    dims: list[Size],
+) -> Signature:
+    """The signature of a scatter, whose output has these labels and dimensions."""
+    if op.type == 'ScatterNd':
+        inputs = [indices, updates, SizesOf(output)]
+    else:
+        inputs = [output, indices, updates]
+    return Signature(inputs, [output], dims=[dims])
 
 
 _RULES: dict[str, Rule] = {
@@ -174,12 +149,10 @@ _RULES: dict[str, Rule] = {
     'ResourceGatherNd': '* I_ -> I...',
     'LookupTableFind LookupTableFindV2': '* S * -> S...',
     'OneHot': _one_hot,
-    'ScatterNd': _scatter_nd,
+    'ScatterNd': _scatter,
     'TensorScatterAdd TensorScatterMax TensorScatterMin TensorScatterSub': _scatter,
     'TensorScatterUpdate': _scatter,
     'ResourceGather': by_attribute('batch_dims', {0: '* I -> I...'}),
-    'UnsortedSegmentMax UnsortedSegmentMin UnsortedSegmentProd UnsortedSegmentSum': (
-        _unsorted_segments
-    ),
+    ' '.join(op_types.UNSORTED_SEGMENTS): _unsorted_segments,
 }
 RULES = table(_RULES)

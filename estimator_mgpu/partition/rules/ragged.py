@@ -30,10 +30,10 @@ from estimator_mgpu.partition.plan import (
     OpPlan,
     RaggedRows,
     Slice,
-    local_shape_of,
+    local_shape_by_rows,
 )
 from estimator_mgpu.partition.rules import row_lengths
-from estimator_mgpu.partition.rules.selections import is_range
+from estimator_mgpu.partition.rules.selections import is_range, of_shape
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -45,8 +45,6 @@ from estimator_mgpu.partition.sizes import (
     Size,
     Splits,
     UniqueRows,
-    full_size,
-    is_ordered,
 )
 
 
@@ -62,12 +60,12 @@ def _split_strings(
         return None
     rows = strings.rows
     factor = sizes.per_row(op.inputs[0], 0, rows)
-    if factor is None or strings.in_blocks or not is_ordered(rows):
+    if factor is None or strings.in_blocks or not rows.is_ordered:
         return None
     indices, _, shape = op.outputs
     [parts] = sizes.selections(row_lengths.of_indices(indices), [indices], rows)
-    positions = Positions(parts, (), rows, factor)
-    sizes.set_entries(shape, [positions.total, Size(1, (Largest(shape.name, 1),))])
+    positions = Positions(parts, rows, factor)
+    sizes.set_entries(shape, [positions.total, Size.of(Largest(shape.name, 1))])
     others = len(op.inputs) - 1
     return Decision(
         OpPlan((LOCAL, *[FULL] * others)),
@@ -82,11 +80,10 @@ def _count(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     is_vector = sizes.rank(op.inputs[0]) == 1
     if not isinstance(positions, Positions) or not is_vector or not row_lengths.is_count(op):
         return None
-    total = sizes.entries(row_lengths.limited(op.inputs[1], sizes))
-    local = local_shape_of(total, 0, positions.rows)
-    if local is None or not total or not total[0].same_as(positions.total):
+    count = of_shape(positions, sizes.entries(row_lengths.limited(op.inputs[1], sizes)))
+    if count is None:
         return None
-    plan = OpPlan((LOCAL, local, FULL))
+    plan = OpPlan((LOCAL, count, FULL))
     return Decision(plan, [Shard(0, positions.rows)], [[positions.total]])
 
 
@@ -116,7 +113,7 @@ def _ragged_to_dense(
     if asked == [Size(-1)] and shape.shape.rank == 0:
         asked = [Size(-1)] * (1 + len(dims))  # A scalar asks for nothing.
 
-    found = [partition.total, Size(1, (LongestRow(op.inputs[-1].name),)), *dims[1:]]
+    found = [partition.total, Size.of(LongestRow(op.inputs[-1].name)), *dims[1:]]
     if len(asked) != len(found):
         return None
     for axis, size in enumerate(asked):
@@ -126,15 +123,15 @@ def _ragged_to_dense(
             found[1] = size
         elif size != Size(-1) and not size.same_as(found[axis]):
             return None
-    local_shape = local_shape_of(found, 0, partition.rows)
-    if local_shape is None or any(partition.rows in size.symbols for size in found[1:]):
+    local_shape = local_shape_by_rows(found, partition.rows)
+    if local_shape is None:
         return None
 
     selection = partition.values
     data: Need
     placement: Placement
     if is_range(values, sizes) and sizes.entries(default) == [Size(-1)]:
-        if dims != [full_size(selection)] or not isinstance(selection, SelectedRows):
+        if dims != [selection.size] or not isinstance(selection, SelectedRows):
             return None
         data = LocalRange(selection, ONE)
         placement = PaddedPositions(selection, partition.rows)
@@ -164,17 +161,16 @@ def _partition(
         if selection is None:
             return None
         needs: tuple[Need, ...] = (RaggedRows(selection.name, splits.name, rows),)
-        return _Partition(rows, full_size(rows), selection, needs)
+        return _Partition(rows, rows.size, selection, needs)
 
     if kinds == [b'FIRST_DIM_SIZE', b'VALUE_ROWIDS']:
-        count = sizes.entries(op.inputs[3])
         positions = placements[4]
-        if not isinstance(positions, Positions) or not positions.are_ordered or not count:
+        if not isinstance(positions, Positions) or not positions.selection.is_ordered:
             return None
-        local = local_shape_of(count, 0, positions.rows)
-        if local is None or not count[0].same_as(positions.total) or positions.repeats != ONE:
+        count = of_shape(positions, sizes.entries(op.inputs[3]))
+        if count is None or positions.repeats != ONE:
             return None
-        return _Partition(positions.rows, positions.total, positions.selection, (local, LOCAL))
+        return _Partition(positions.rows, positions.total, positions.selection, (count, LOCAL))
     return None
 
 
@@ -193,5 +189,7 @@ RULES = {
     **dict.fromkeys(['StringSplit', 'StringSplitV2'], _split_strings),
     'DenseBincount': _count,
     'RaggedTensorToTensor': _ragged_to_dense,
-    'NotEqual': _is_padding,
 }
+"""By type of op: how it's sharded."""
+USES = {'NotEqual': _is_padding}
+"""The same for ops that are given positions."""

@@ -15,10 +15,10 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
-from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
+from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of, slice_masks
 from estimator_mgpu.partition.rules.zeros import is_one
-from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, RowSpace, Size, full_size
+from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
+from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (
@@ -59,7 +59,7 @@ def begin_with_repeated_rows(indices: tf.Tensor, rows: RowSpace, sizes: Sizes) -
         return False
     matrix = first.op.inputs[0]
     dims = sizes.dims(matrix) or []
-    return dims[:1] == [full_size(rows)] and len(dims) == 2 and _is_position(matrix, 0, sizes)
+    return dims[:1] == [rows.size] and len(dims) == 2 and _is_position(matrix, 0, sizes)
 
 
 def are_rows(indices: tf.Tensor, rows: Size, sizes: Sizes) -> bool:
@@ -83,11 +83,7 @@ def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
     begin = sizes.numbers(op.inputs[1])
     if sizes.rank(op.inputs[0]) != 2 or not begin:
         return None
-    attrs = op.node_def.attr
-    masks = {
-        name: attrs[f'{name}_mask'].i
-        for name in ('begin', 'end', 'shrink_axis', 'ellipsis', 'new_axis')
-    }
+    masks = slice_masks(op)
     takes_all_rows = masks['begin'] & masks['end'] & 1 and sizes.numbers(op.inputs[3]) == [1, 1]
     is_column = masks['shrink_axis'] == 2 and not masks['ellipsis'] and not masks['new_axis']
     if not takes_all_rows or not is_column:
@@ -132,9 +128,8 @@ def _first_numbers(indices: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
 def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     """Whether each entry is its position along an axis, as in `tf.range(n)[:, None]` along 0."""
     op = tensor.op
-    if op.type == 'Range':
-        start, _, delta = op.inputs
-        return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+    if counts_from_0(op, sizes):
+        return True
     if op.type == 'Mul':
         left, right = op.inputs
         return any(
@@ -147,7 +142,8 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
 
 def _is_broadcast_position(factor: tf.Tensor, product: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     """Whether a factor, broadcast to the product's shape, has its position along an axis."""
-    dims, product_dims = sizes.dims(factor) or [], sizes.dims(product) or []
+    dims = sizes.dims(factor) or []
+    product_dims = sizes.dims(product) or []
     own_axis = axis + len(dims) - len(product_dims)
     if own_axis < 0 or not dims[own_axis].same_as(product_dims[axis]):
         return False

@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.rules.notation import slice_masks
 from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
-from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, Size, Splits
+from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
+from estimator_mgpu.partition.sizes import Size, Splits
 
 Before = Callable[[tf.Tensor], tf.Tensor]
 """Gives what a tensor was before casts."""
@@ -71,43 +72,49 @@ def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> tuple[str, str] | None:
 def _of_mask(mask: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str] | None:
     places, lengths = mask.op.inputs
     lengths = before(lengths)
-    if places.op.type != 'Range' or lengths.op.type != 'ExpandDims':
+    if not counts_from_0(places.op, sizes) or lengths.op.type != 'ExpandDims':
         return None
     axis = sizes.numbers(lengths.op.inputs[1])
-    start, limit, delta = places.op.inputs
-    if axis not in ([-1], [sizes.rank(lengths) - 1]) or sizes.entries(start) != [Size(0)]:
+    if axis not in ([-1], [sizes.rank(lengths) - 1]):
         return None
-    key = _of_lengths(lengths.op.inputs[0], sizes, before)
-    maximum = before(limit)
-    if maximum.op.type != 'Maximum' or sizes.entries(maximum.op.inputs[0]) != [Size(0)]:
+
+    limit = before(places.op.inputs[1])
+    if limit.op.type != 'Maximum' or sizes.entries(limit.op.inputs[0]) != [Size(0)]:
         return None
-    longest = before(maximum.op.inputs[1])
-    if sizes.entries(delta) != [ONE] or longest.op.type != 'Max':
+    longest = before(limit.op.inputs[1])
+    if longest.op.type != 'Max':
         return None
     of, axes = longest.op.inputs
     is_of_all = sizes.numbers(axes) == list(range(sizes.rank(of)))
+    key = _of_lengths(lengths.op.inputs[0], sizes, before)
     return key if is_of_all and _of_lengths(of, sizes, before) == key else None
 
 
 def _of_lengths(lengths: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str]:
     """What says how long rows are: row splits, indices, or the tensor with the lengths."""
     lengths = _behind_reshapes(lengths, sizes, before)
-    if lengths.op.type == 'Sub':
-        ends, starts = map(before, lengths.op.inputs)
-        if _is_slice(ends, 'begin', 1, sizes) and _is_slice(starts, 'end', -1, sizes):
-            splits = before(ends.op.inputs[0])
-            if splits is before(starts.op.inputs[0]):
-                summed = _lengths_before_sum(splits, sizes)
-                if summed is not None:
-                    return _of_lengths(summed, sizes, before)
-                if _is_of_batch(splits, sizes):
-                    return of_splits(splits)
-                return _LENGTHS, splits.name
+    splits = _splits_before(lengths.op, sizes, before)
+    if splits is not None:
+        summed = _lengths_before_sum(splits, sizes)
+        if summed is not None:
+            return _of_lengths(summed, sizes, before)
+        return of_splits(splits) if _is_of_batch(splits, sizes) else (_LENGTHS, splits.name)
     if is_count(lengths.op):
         rows = _behind_reshapes(lengths.op.inputs[0], sizes, behind_casts)
         if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
             return of_indices(rows.op.inputs[0])
     return _LENGTHS, lengths.name
+
+
+def _splits_before(op: tf.Operation, sizes: Sizes, before: Before) -> tf.Tensor | None:
+    """The row splits of which an op gives the lengths, as `splits[1:] - splits[:-1]`; or None."""
+    if op.type != 'Sub':
+        return None
+    ends, starts = map(before, op.inputs)
+    if not _is_slice(ends, 'begin', 1, sizes) or not _is_slice(starts, 'end', -1, sizes):
+        return None
+    splits = before(ends.op.inputs[0])
+    return splits if splits is before(starts.op.inputs[0]) else None
 
 
 def _is_of_batch(splits: tf.Tensor, sizes: Sizes) -> bool:
@@ -158,8 +165,7 @@ def _is_slice(tensor: tf.Tensor, end: str, number: int, sizes: Sizes) -> bool:
     if op.type != 'StridedSlice' or sizes.rank(op.inputs[0]) != 1:
         return False
     other_end = 'end' if end == 'begin' else 'begin'
-    masks = {f'{name}_mask': 0 for name in ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')}
-    masks[f'{other_end}_mask'] = 1
+    masks = slice_masks(op)
+    cuts_one_end = masks == {**dict.fromkeys(masks, 0), other_end: 1}
     cut = op.inputs[1 if end == 'begin' else 2]
-    has_masks = all(op.get_attr(name) == mask for name, mask in masks.items())
-    return has_masks and sizes.numbers(cut) == [number] and sizes.numbers(op.inputs[3]) == [1]
+    return cuts_one_end and sizes.numbers(cut) == [number] and sizes.numbers(op.inputs[3]) == [1]

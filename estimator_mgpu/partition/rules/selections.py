@@ -36,6 +36,7 @@ from estimator_mgpu.partition.placements import (
     CountedByTower,
     PaddedPositions,
     Placement,
+    PlacesOfIds,
     Positions,
     Shard,
 )
@@ -64,7 +65,7 @@ from estimator_mgpu.partition.rules import (
 from estimator_mgpu.partition.rules.row_indices import are_rows
 from estimator_mgpu.partition.rules.row_lengths import of_sequence_mask
 from estimator_mgpu.partition.rules.zeros import is_zero
-from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import (
     ONE,
     DenseEntries,
@@ -73,17 +74,10 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UniqueRows,
-    full_size,
-    is_ordered,
     may_be_paired,
     product,
 )
-
-_PARTITION = 'DynamicPartition'
-_STITCHES = ('DynamicStitch', 'ParallelDynamicStitch')
-_WHERE = 'Where'
-TYPES = (_PARTITION, *_STITCHES, _WHERE)
-"""Types of ops that make selections, or put them together."""
+from estimator_mgpu.tf_internals import op_types
 
 _NEED_ROWS = {
     *('MirrorPad', 'MirrorPadGrad', 'ScatterNd'),
@@ -113,16 +107,10 @@ def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     """How an op with selections is sharded; None if it has to run once.
 
     Args:
-      op: one of `TYPES`, or one that is given positions.
+      op: one of `TYPES`, or one that is given positions or places of ids.
     """
-    if op.type == _PARTITION:
-        return _partition(op, placements, sizes)
-    if op.type in _STITCHES:
-        return _stitch(op, placements, sizes)
-    if op.type == _WHERE:
-        return _where(op, placements, sizes)
-    use = _USES.get(op.type)
-    return None if use is None else use(op, placements, sizes)
+    rule = _RULES.get(op.type) or _USES.get(op.type)
+    return None if rule is None else rule(op, placements, sizes)
 
 
 def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -145,7 +133,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     factor = sizes.per_row(which, 0, rows)
     if factor is None:
         return None
-    if not is_ordered(rows) and (factor != ONE or not is_range(data, sizes)):
+    if not rows.is_ordered and (factor != ONE or not is_range(data, sizes)):
         return None  # Only positions tell the order of these rows in the batch.
 
     key = which.name, op.type, len(op.outputs)
@@ -154,12 +142,12 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
     outputs: list[Placement]
     if is_range(data, sizes):
         need = LocalRange(rows, factor)
-        outputs = [Positions(selection, selections, rows, factor) for selection in selections]
+        outputs = [Positions(selection, rows, factor, selections) for selection in selections]
     else:
         # The data has as many rows, or the op fails.
         need = LOCAL if placements[0] == placements[1] else Slice(0, rows, factor)
         outputs = [Shard(0, selection) for selection in selections]
-    dims = [[full_size(selection), *data_dims[1:]] for selection in selections]
+    dims = [[selection.size, *data_dims[1:]] for selection in selections]
     return Decision(OpPlan((need, LOCAL)), outputs, dims)
 
 
@@ -176,10 +164,7 @@ def is_range(tensor: tf.Tensor, sizes: Sizes) -> bool:
         return False
     while tensor.dtype in _INDEX_TYPES and tensor.op.type in _SAME_NUMBERS:
         tensor = tensor.op.inputs[0]
-    if tensor.dtype not in _INDEX_TYPES or tensor.op.type != 'Range':
-        return False
-    start, _, delta = tensor.op.inputs
-    return sizes.entries(start) == [Size(0)] and sizes.entries(delta) == [ONE]
+    return tensor.dtype in _INDEX_TYPES and counts_from_0(tensor.op, sizes)
 
 
 def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -202,7 +187,7 @@ def _stitch(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     needs: list[Need] = []
     for placement, selection in zip(placements[count:], given):
         needs.append(LOCAL if placement == Shard(0, selection) else Slice(0, selection, ONE))
-    dims = [first.factor * full_size(first.rows), *data_dims[1:]]
+    dims = [first.factor * first.rows.size, *data_dims[1:]]
     return Decision(OpPlan((*[LOCAL] * count, *needs)), [Shard(0, first.rows)], [dims])
 
 
@@ -216,7 +201,7 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     factor = None if rows is None else sizes.per_row(mask, 0, rows)
     if rows is None or factor is None:
         return None
-    if not is_ordered(rows) and (factor != ONE or sizes.rank(mask) != 1):
+    if not rows.is_ordered and (factor != ONE or sizes.rank(mask) != 1):
         return None  # Their order among those of all towers is told by one number for each row.
 
     # A mask that is reshaped has the same true entries.
@@ -225,8 +210,8 @@ def _where(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     kind = DenseEntries if _is_without_padding(mask, sizes) else SelectedRows
     [selection] = sizes.selections(key, op.outputs, rows, kind)
     columns = Size(sizes.rank(op.inputs[0]))
-    positions = Positions(selection, (), rows, factor)
-    return Decision(OpPlan((LOCAL,)), [positions], [[full_size(selection), columns]])
+    positions = Positions(selection, rows, factor)
+    return Decision(OpPlan((LOCAL,)), [positions], [[selection.size, columns]])
 
 
 def _is_without_padding(mask: tf.Tensor, sizes: Sizes) -> bool:
@@ -307,14 +292,30 @@ def _with_zero(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
 def _take_positions(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
-    """`GatherV2` of a vector of positions: it takes the rows of a selection."""
+    """`GatherV2` at a vector of positions, or of places of ids.
+
+    It takes the rows of a selection; or for each entry, what belongs to its id.
+    """
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_rows or sizes.rank(indices) != 1:
         return None
+    if isinstance(placements[1], PlacesOfIds):
+        return _taken_of_ids(rows, placements[0], placements[1], sizes)
     if isinstance(placements[0], PaddedPositions):
         return _without_padding(op, placements, sizes)
     return _taken(rows, placements[:2], 1, sizes, (FULL,))
+
+
+def _taken_of_ids(
+    tensor: tf.Tensor, placement: Placement, places: PlacesOfIds, sizes: Sizes
+) -> Decision | None:
+    """For each entry what belongs to its id, taken of a tensor with a row for each id."""
+    dims = sizes.dims(tensor)
+    if not dims or placement != Shard(0, places.ids) or dims[0] != places.ids.size:
+        return None
+    entry_dims = [places.rows.size, *dims[1:]]
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
 
 
 def _without_padding(
@@ -325,14 +326,14 @@ def _without_padding(
     if not isinstance(padded, PaddedPositions) or not isinstance(positions, Positions):
         return None
     found = before_arrangement(op.inputs[1])
-    mask = before_arrangement(found.op.inputs[0]) if found.op.type == _WHERE else found
+    mask = before_arrangement(found.op.inputs[0]) if found.op.type == 'Where' else found
     if mask.op.type != 'NotEqual' or positions.rows is not padded.rows:
         return None
     marks = mask.op.inputs[1]
     is_mask = before_arrangement(mask.op.inputs[0]) is before_arrangement(op.inputs[0])
     if not is_mask or sizes.entries(marks) != [Size(-1)]:
         return None
-    taken = Positions(positions.selection, (), padded.values, ONE)
+    taken = Positions(positions.selection, padded.values, ONE)
     return Decision(OpPlan((LOCAL, LOCAL, FULL)), [taken], [[positions.count]])
 
 
@@ -397,7 +398,7 @@ def _are_numbers_of_rows(tensor: tf.Tensor, rows: RowSpace, sizes: Sizes) -> boo
     """Whether a vector has, for each entry of a row, the number of the row: `[0, 0, 1, 1]`, say."""
     if isinstance(rows, SelectedRows) or sizes.rank(tensor) != 1:
         return False
-    return tensor.dtype in _INDEX_TYPES and are_rows(tensor, full_size(rows), sizes)
+    return tensor.dtype in _INDEX_TYPES and are_rows(tensor, rows.size, sizes)
 
 
 def _scatter_nd(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -450,10 +451,10 @@ def _put_back(positions: Placement, placement: Placement, dims: Sequence[Size]) 
     """
     if not isinstance(positions, Positions) or isinstance(positions.rows, UniqueRows):
         return None
-    if not dims[0].same_as(positions.total):
+    local_shape = of_shape(positions, dims)
+    if local_shape is None:
         return None
     # There are as many rows as positions, or the op fails.
-    local_shape = LocalShape(tuple(dims), 0, positions.rows)
     return _PutBack(of_positions(positions, placement), local_shape, Shard(0, positions.rows))
 
 
@@ -465,11 +466,12 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
       placement: of the tensor with the rows.
       count: how many rows it has.
     """
-    rows, factor = positions.rows, positions.factor
+    rows = positions.rows
+    factor = positions.factor
     to_last = count.rows
     if isinstance(to_last, RowsToLast) and rows is to_last.origin and factor == ONE:
         # Behind these, there are no entries.
-        if positions.selection.name not in to_last.summed or count != full_size(to_last):
+        if positions.selection.name not in to_last.summed or count != to_last.size:
             return None
         rows = to_last
     elif may_be_paired(count, rows) and factor == ONE:
@@ -479,12 +481,30 @@ def of_rows(positions: Positions, placement: Placement, count: Size) -> Form | S
     return LOCAL if placement == Shard(0, rows) else Slice(0, rows, factor)
 
 
+def of_shape(positions: Positions, dims: Sequence[Size] | None) -> LocalShape | None:
+    """The form of a shape that begins with the number of rows at which entries may be.
+
+    None if it begins with another number.
+    """
+    if not dims or not dims[0].same_as(positions.total):
+        return None
+    return LocalShape(tuple(dims), 0, positions.rows)
+
+
 def of_positions(positions: Positions, placement: Placement) -> Need:
     """The form of what has an entry for each position, or the op fails."""
     if placement == positions.shard:
         return LOCAL
     return Slice(0, positions.selection, positions.repeats)
 
+
+_RULES = {
+    'DynamicPartition': _partition,
+    **dict.fromkeys(['DynamicStitch', 'ParallelDynamicStitch'], _stitch),
+    'Where': _where,
+}
+TYPES = tuple(_RULES)
+"""Types of ops that make selections, or put them together."""
 
 _USES = {
     **dict.fromkeys(_SAME_NUMBERS, _keep_positions),
@@ -493,8 +513,6 @@ _USES = {
     'GatherV2': _take_positions,
     'GatherNd': _gather_nd,
     'ScatterNd': _scatter_nd,
-    **dict.fromkeys(
-        [f'UnsortedSegment{reduction}' for reduction in ('Max', 'Min', 'Prod', 'Sum')], _segments
-    ),
+    **dict.fromkeys(op_types.UNSORTED_SEGMENTS, _segments),
 }
-"""By type of op that is given positions: how it's sharded."""
+"""By type of op that is given positions, or places of ids: how it's sharded."""

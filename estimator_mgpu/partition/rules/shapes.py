@@ -23,6 +23,7 @@ from estimator_mgpu.partition.rules.notation import (
     axes_of,
     rank,
     require,
+    slice_masks,
     table,
     word,
 )
@@ -33,7 +34,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Size,
     UnknownSize,
-    full_size,
     per_row,
     product,
 )
@@ -227,9 +227,7 @@ def _slice_labels(
     end = require(sizes.entries(op.inputs[2]))
     stride = require(sizes.entries(op.inputs[3]))
 
-    attrs = op.node_def.attr
-    names = ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
-    masks = {name: attrs[f'{name}_mask'].i for name in names}
+    masks = slice_masks(op)
 
     def is_set(mask: str, position: int) -> bool:
         return bool(masks[mask] >> position & 1)
@@ -301,7 +299,7 @@ def _slice_labels(
 
 def _is_of_rows(size: Size) -> bool:
     """Whether a dimension has an entry for each row of a row space."""
-    return size.rows is not None and size == full_size(size.rows)
+    return size.rows is not None and size == size.rows.size
 
 
 def _size_of_range(
@@ -311,8 +309,8 @@ def _size_of_range(
 
     As in Python, numbers below 0 are counted from the end, and there may be fewer rows.
     """
-    if last.same_as(full_size(rows)):
-        last = full_size(rows)
+    if last.same_as(rows.size):
+        last = rows.size
     return _size_of_part((rows, first, last), tensor, sizes)
 
 
@@ -325,7 +323,7 @@ def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -
       part: says which part it is. Of equal parts, the rows are the same.
     """
     # Its number isn't static even if the graph knows it: it may be smaller than that of devices.
-    return full_size(sizes.same_for(('part', *part), RowSpace(tensor.name, None)))
+    return sizes.same_for(('part', *part), RowSpace(tensor.name, None)).size
 
 
 def _size_of_blocks(begin: Size, end: Size, dim: Size, rows: RowSpace | None) -> Size | None:
@@ -468,7 +466,7 @@ def _sum(summands: Sequence[Size]) -> Size | None:
         total = sum([require(count) for count in counts], Size(0))
     except (NotSharded, UnknownSize):
         return None
-    return total if rows is None else total * full_size(rows)
+    return total if rows is None else total * rows.size
 
 
 def _split(op: tf.Operation, sizes: Sizes) -> Signature:
@@ -495,56 +493,36 @@ def _split(op: tf.Operation, sizes: Sizes) -> Signature:
     )
 
 
-def _split_by_sizes(op: tf.Operation, sizes: Sizes) -> str | Signature:
+def _split_by_sizes(op: tf.Operation, sizes: Sizes) -> Signature:
     """`SplitV`: along other dimensions than its axis, but a single part along that as well."""
-    count = rank(op.inputs[0], sizes)
-    [axis] = axes_of(op, 2, sizes, count)
-    if op.get_attr('num_split') > 1:
-        return _split_along(op, axis, sizes)
-    labels = tuple(range(count))
-    return Signature([labels, SizesOf((axis,)), FULL], [labels])
+    labels: list[Label] = list(range(rank(op.inputs[0], sizes)))
+    [axis] = axes_of(op, 2, sizes, len(labels))
+    if op.get_attr('num_split') == 1:
+        return Signature([tuple(labels), SizesOf((axis,)), FULL], [tuple(labels)])
 
-
-def _split_along(op: tf.Operation, axis: int, sizes: Sizes) -> Signature:
-    """`SplitV` into several parts, whose sizes along the axis the op is told."""
     dims = require(sizes.dims(op.inputs[0]))
     parts = sizes.entries(op.inputs[1])
     if parts is None or Size(-1) in parts:
         parts = [sizes.static_dims(part, len(dims))[axis] for part in op.outputs]
-    labels = tuple(None if i == axis else i for i in range(len(dims)))
+    labels[axis] = None
     output_dims = [[*dims[:axis], part, *dims[axis + 1 :]] for part in parts]
-    return Signature([labels, FULL, FULL], [labels] * len(parts), dims=output_dims)
+    return Signature([tuple(labels), FULL, FULL], [tuple(labels)] * len(parts), dims=output_dims)
 
 
 def _space_to_batch(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`SpaceToBatchND`, of dilated convolutions: it makes several images of one, in blocks.
+    """`SpaceToBatchND`, of dilated convolutions, and its inverse, `BatchToSpaceND`.
 
-    There's a block for each place of a pixel in a square of 2 x 2, say, with all images.
+    It makes several images of one, in blocks: there's a block for each place of a pixel in a square
+    of 2 x 2, say, with all images.
     """
     dims = require(sizes.dims(op.inputs[0]))
     block_shape = require(sizes.numbers(op.inputs[1]))
     block_count = product([Size(number) for number in block_shape])
-    return _blocks_of_space(op, dims, len(block_shape), dims[0] * block_count)
+    is_inverse = op.type == 'BatchToSpaceND'
+    images = require(dims[0].over(block_count)) if is_inverse else dims[0] * block_count
 
-
-def _batch_to_space(op: tf.Operation, sizes: Sizes) -> Signature:
-    """`BatchToSpaceND`: the inverse of `SpaceToBatchND`."""
-    dims = require(sizes.dims(op.inputs[0]))
-    block_shape = require(sizes.numbers(op.inputs[1]))
-    block_count = product([Size(number) for number in block_shape])
-    return _blocks_of_space(op, dims, len(block_shape), require(dims[0].over(block_count)))
-
-
-def _blocks_of_space(op: tf.Operation, dims: Sequence[Size], space: int, images: Size) -> Signature:
-    """What both have in common: `space` dimensions after the first one change.
-
-    Args:
-      dims: of the op's input.
-      space: the number of dimensions that are cut into squares, or joined of such.
-      images: the size of the output's dimension 0.
-    """
-    others = range(space + 1, len(dims))
-    labels = (0, *[None] * space, *others)
+    space = len(block_shape)  # how many dimensions are cut into squares, or joined of such
+    labels = (0, *[None] * space, *range(space + 1, len(dims)))
     output_dims = [images, *[None] * (len(dims) - 1)]
     return Signature([labels, FULL, FULL], [labels], dims=[output_dims], in_blocks={0: True})
 
@@ -559,7 +537,7 @@ def _reverse_sequence(op: tf.Operation, sizes: Sizes) -> str:
 
 
 _RULES: dict[str, Rule] = {
-    'BatchToSpaceND': _batch_to_space,
+    'BatchToSpaceND SpaceToBatchND': _space_to_batch,
     'BroadcastTo': 'S #S -> S',
     'ConcatV2': _concat,
     'ConjugateTranspose Transpose': _transpose,
@@ -573,7 +551,6 @@ _RULES: dict[str, Rule] = {
     'ReverseV2': along_axes(1, 'all * -> all'),
     'Roll': along_axes(2, 'all * * -> all+'),
     'Slice': _slice,
-    'SpaceToBatchND': _space_to_batch,
     'Split': _split,
     'SplitV': _split_by_sizes,
     'Squeeze': _squeeze,

@@ -40,7 +40,7 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.rules import lists
 from estimator_mgpu.partition.rules.row_indices import are_rows
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import RowSpace, Size, full_size
+from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 
@@ -108,7 +108,7 @@ def _local_attrs(op: tf.Operation, placement: Placement) -> dict[str, LocalShape
     if shape.rank is None:
         return {}
     entries = [Size(-1 if length is None else length) for length in shape.as_list()]
-    entries[placement.axis] = placement.factor * full_size(placement.rows)
+    entries[placement.axis] = placement.factor * placement.rows.size
     return {'element_shape': LocalShape(tuple(entries), placement.axis, placement.rows)}
 
 

@@ -23,7 +23,7 @@ from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
 from estimator_mgpu.partition.messages.slices import Part, Slices
 from estimator_mgpu.partition.nodes.node_builder import second_output
-from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
+from estimator_mgpu.partition.sizes import ONE, Size, per_row
 from estimator_mgpu.partition.tower import Chain
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
 
@@ -132,7 +132,7 @@ def gather_blocks(
             value, dtype, axis, dims, row_count, tower.device, apart=True
         )
         apart.append(blocks)
-    dims_apart = [*dims[:axis], ONE, full_size(shards.rows), *dims[axis + 1 :]]
+    dims_apart = [*dims[:axis], ONE, shards.rows.size, *dims[axis + 1 :]]
     gathered = gather(shards, apart, dtype, axis + 1, dims_apart, device)
     return shards.reshape_blocks(gathered, dtype, axis, dims, shards.total, device, apart=False)
 

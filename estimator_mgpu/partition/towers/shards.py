@@ -18,22 +18,8 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.batches.batch import number_of_rows
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
-from estimator_mgpu.partition.sizes import (
-    ONE,
-    Entry,
-    RowSpace,
-    SelectedRows,
-    Size,
-    full_size,
-    per_row,
-)
-from estimator_mgpu.partition.tower import (
-    Chain,
-    Tower,
-    chains_of,
-    divide_extent,
-    static_extents,
-)
+from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, SelectedRows, Size, per_row
+from estimator_mgpu.partition.tower import Chain, Tower, chains_of, divide_extent, static_extents
 
 Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""
@@ -146,7 +132,7 @@ class Shards:
         """A tower's extent, and the type of its integers: found once for all that is sliced."""
         key = factor, tower.number
         if key not in self._extents_with_types:
-            index = index_type(factor * full_size(self.rows))
+            index = index_type(factor * self.rows.size)
             self._extents_with_types[key] = self.extent(factor, tower, index), index
         return self._extents_with_types[key]
 

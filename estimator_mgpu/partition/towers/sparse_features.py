@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.sizes import Size, full_size
+from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
@@ -44,7 +44,7 @@ def positions(
         end_mask=1,
         shrink_axis_mask=2,
     )
-    total = shards.size_value(factor * full_size(shards.rows), None, dtype)
+    total = shards.size_value(factor * shards.rows.size, None, dtype)
     one = nodes.scalar(1, dtype)
     last = nodes.add('Sub', [nodes.scalar(total, dtype), one], nodes.host, T=dtype)
     rows = nodes.add('Maximum', [rows, nodes.scalar(0, dtype)], device, T=dtype)

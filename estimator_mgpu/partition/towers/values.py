@@ -41,7 +41,6 @@ from estimator_mgpu.partition.sizes import (
     SelectedRows,
     Splits,
     UniqueRows,
-    full_size,
     may_be_paired,
     per_row,
     product,
@@ -179,7 +178,7 @@ class Values:
             return self._nodes.take(full, dtype, places, device, tf.int64, need.axis)
         if need.in_blocks:
             dims = list(self._plan.sizes.dims(tensor) or [])
-            dims[need.axis] = need.factor * full_size(need.rows)
+            dims[need.axis] = need.factor * need.rows.size
             return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
         if need.axis == 0 and self._waits_as_bits(tensor):
             packed = bits.pack(self._nodes, full, tensor, device)
@@ -195,7 +194,7 @@ class Values:
         """
         full = self.full(tensor)
         dims = self._plan.sizes.dims(tensor)
-        rows = need.factor * full_size(need.rows)
+        rows = need.factor * need.rows.size
         if dims and dims[need.axis].same_as(rows):
             return full
         count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
