@@ -10,7 +10,7 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -85,6 +85,15 @@ def check_input_fn(input_fn: Any) -> None:
             f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
             'the batches: lambda: dataset.'
         )
+
+
+def list_of_hooks(hooks: Any) -> list[Any]:
+    """Returns the hooks that a user gives; raises TypeError if that's one hook, say."""
+    if isinstance(hooks, tf.compat.v1.train.SessionRunHook):
+        raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
+    if hooks is not None and not isinstance(hooks, Iterable):
+        raise TypeError(f'hooks={hooks!r} is no list of hooks. Give one, as for predict().')
+    return list(hooks or [])
 
 
 def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
