@@ -184,7 +184,7 @@ class Clock(tf.train.SessionRunHook):
         }
 
 
-def run_once(model, setup, towers):
+def measure(model, setup, towers):
     """Trains a model for some seconds and returns what was measured."""
     used = pathlib.Path(estimator_mgpu.__file__).resolve()
     if setup == OTHER and pathlib.Path(FLAGS.other).resolve() not in used.parents:
@@ -388,7 +388,7 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f'{argv[1]!r} is no flag, such as --towers=2 is.')
     if FLAGS.run:
-        print(json.dumps(run_once(**json.loads(FLAGS.run))))
+        print(json.dumps(measure(**json.loads(FLAGS.run))))
         return
     output = pathlib.Path(FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -97,13 +97,17 @@ def embedding(features, labels, mode):
 MODELS = {'dense': dense, 'embedding': embedding}
 
 
+def devices_of(machines, count, kind='CPU'):
+    """The devices of a chief and workers, so many of each, the chief's first."""
+    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
+    return [f'{task}/device:{kind}:{i}' for task in tasks for i in range(count)]
+
+
 def build(model_fn, machines):
     """Builds a model in the default graph, for two devices of each machine."""
-    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
-    devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
     tf.train.get_or_create_global_step()
     batch = tf.placeholder(tf.float32, [ROWS, 4]), tf.placeholder(tf.float32, [ROWS, 1])
-    replicated = estimator_mgpu.replicate(model_fn, devices=devices)
+    replicated = estimator_mgpu.replicate(model_fn, devices=devices_of(machines, 2))
     return replicated(*batch, tf.estimator.ModeKeys.TRAIN), batch
 
 
@@ -268,8 +272,7 @@ def build_on_devices(name, devices):
 
 def count_on_devices(name, count, machines=1):
     """Counts what the GPUs of a machine, or of several ones, send each other in a step."""
-    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
-    devices = [f'{task}/device:GPU:{i}' for task in tasks for i in range(count)]
+    devices = devices_of(machines, count, 'GPU')
     with tf.Graph().as_default() as graph:
         results, dividing = build_on_devices(name, devices)
         variables = sum(map(bytes_of, tf.trainable_variables()))
@@ -325,7 +328,7 @@ class Copies(NamedTuple):
 
 def count_copies(name, gpus):
     """Lists what a step of a model copies between the memory of GPUs and of the host."""
-    devices = [f'{CHIEF}/device:GPU:{i}' for i in range(gpus)]
+    devices = devices_of(1, gpus, 'GPU')
     with tf.Graph().as_default():
         if name in ON_DEVICES:
             return copies(build_on_devices(name, devices)[0])
@@ -399,9 +402,8 @@ def print_clicks():
             tf.train.Server(config['cluster'], config['task']['type'], config['task']['index'])
             for config in loopback.tf_configs(count)
         ]
-        tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(count - 1))]
-        devices = [f'{task}/device:CPU:0' for task in tasks]
-        moved = count_clicks(benchmark_models.MODELS['deepfm'], servers[0].target, devices)
+        model = benchmark_models.MODELS['deepfm']
+        moved = count_clicks(model, servers[0].target, devices_of(count, 1))
         out, into = max(moved.sent.values()), max(moved.received.values())
         print(
             f'{"deepfm":10} {count:8} {out / 1e3:9.1f} {into / 1e3:13.1f} {moved.messages:9} '

@@ -17,6 +17,7 @@ it may write once more when it finds no batch.
 import contextlib
 import functools
 import socket
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -251,6 +252,14 @@ def free_addresses(count):
     with contextlib.ExitStack() as stack:
         free = [stack.enter_context(socket.create_server(('127.0.0.1', 0))) for _ in range(count)]
         return ['{}:{}'.format(*one.getsockname()) for one in free]
+
+
+def wait_for(condition):
+    """Waits up to a minute for what another thread does."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def saved_in(model_dir):
