@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.arguments import list_of_hooks
 from estimator_mgpu.batches import batch, feeding
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.errors import failures
@@ -60,7 +61,7 @@ class Predictor:
         self._serving_input_receiver_fn = serving_input_receiver_fn
         self._broadcast = broadcast
         self._predict_keys = predict_keys
-        self._hooks = tf_estimator.list_of_hooks(hooks)
+        self._hooks = list_of_hooks(hooks)
         self._checkpoint_path = checkpoint_path
 
         self._specs: Any = None  # what batches are like, once a model was built for one

@@ -10,10 +10,11 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, SupportsInt
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.arguments import check_input_fn, check_steps, list_of_hooks
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
@@ -53,7 +54,7 @@ def _explains_checkpoint_errors(method: Any) -> Any:
     return call
 
 
-class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
+class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints.
 
     With `microbatches='auto'`, it tries again if memory is too small.
@@ -74,7 +75,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     ) -> Any:
         """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
         self._check_train_arguments(input_fn, steps, max_steps)
-        hooks = tf_estimator.list_of_hooks(hooks)
+        hooks = list_of_hooks(hooks)
         chief: Chief | None = None
         if self._cluster_config is not None:
             process = join.join(self._cluster_config)
@@ -157,9 +158,9 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
                 'call tf.estimator.train_and_evaluate().'
             )
-        tf_estimator.check_input_fn(input_fn)
-        _check_number('steps', steps)
-        _check_number('max_steps', max_steps)
+        check_input_fn(input_fn)
+        check_steps('steps', steps)
+        check_steps('max_steps', max_steps)
 
     def _reads_by_machine(self, input_fn: Any) -> Callable[[], Any]:
         """An input_fn whose batches are the parts that all machines read."""
@@ -168,7 +169,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         return machine_input.read(call, input_fn, towers)
 
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
-        tf_estimator.check_input_fn(input_fn)
+        check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
     export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
@@ -185,8 +186,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         name: str | None = None,
     ) -> Any:
         """As Estimator's."""
-        _check_number('steps', steps)
-        hooks = tf_estimator.list_of_hooks(hooks)
+        check_steps('steps', steps)
+        hooks = list_of_hooks(hooks)
         with self._errors_explained(checkpoint_path):
             for attempt in self._call(_MODES.EVAL).attempts():
                 with attempt as attempt_hooks:
@@ -202,7 +203,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
         """As Estimator's."""
-        hooks = tf_estimator.list_of_hooks(hooks)
+        hooks = list_of_hooks(hooks)
         with self._errors_explained(checkpoint_path):
             # All attempts read one checkpoint, also if another process goes on training.
             checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
@@ -220,7 +221,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                     return
 
 
-class Estimator(_OnMachines):
+class Estimator(_Overrides):
     """A drop-in `tf.estimator.Estimator`, with its arguments, for several devices.
 
     Examples:
@@ -358,15 +359,6 @@ def _options_of(estimator: Any) -> dict[str, Any]:
     """An estimator's options of `replicate()`: the defaults, if it has a plain model_fn."""
     plain = {'microbatches': 1, 'input': 'chief'}
     return getattr(estimator._model_fn, 'replicate_options', plain)
-
-
-def _check_number(name: str, steps: Any) -> None:
-    """Raises TypeError if a number of steps is a text, say. Estimator checks that it's above 0."""
-    if steps is not None and not isinstance(steps, SupportsInt):
-        raise TypeError(
-            f'{name}={steps!r} is no number of steps. Give a positive integer, or leave it out to '
-            'run to the end of the data.'
-        )
 
 
 def with_auto(options: EstimatorOptions) -> Any:
