@@ -111,17 +111,32 @@ def build(model_fn, machines):
     return replicated(*batch, tf.estimator.ModeKeys.TRAIN), batch
 
 
+def between_machines(messages):
+    """Those of the messages of devices that go from one machine to another, by the machines."""
+    of_machines = [
+        message._replace(source=machine_of(message.source), target=machine_of(message.target))
+        for message in messages
+    ]
+    return [message for message in of_machines if message.source != message.target]
+
+
+def totals(messages):
+    """The bytes of messages by who sends them, and by who receives them."""
+    sent = collections.Counter()
+    received = collections.Counter()
+    for message in messages:
+        sent[message.source] += message.size
+        received[message.target] += message.size
+    return sent, received
+
+
 def count(model_fn, machines):
     """Returns the bytes that each task sends, that it receives, and those of trained variables."""
     with tf.Graph().as_default() as graph:
         spec, _ = build(model_fn, machines)
         sessions.place_on_chief(graph)
-        sent, received = collections.Counter(), collections.Counter()
-        for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF):
-            source, target = machine_of(message.source), machine_of(message.target)
-            if source != target:
-                sent[source] += message.size
-                received[target] += message.size
+        messages = traffic.messages([spec.train_op, spec.loss.op], CHIEF)
+        sent, received = totals(between_machines(messages))
         return sent, received, sum(map(bytes_of, tf.trainable_variables()))
 
 
@@ -163,23 +178,20 @@ def count_clicks(model, target, devices):
         variables = tf.trainable_variables()
         initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
         sessions.place_on_chief(graph)
-        crossing = [
-            (machine_of(message.source), machine_of(message.target), message.name)
-            for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF)
-            if message.is_tensor and machine_of(message.source) != machine_of(message.target)
-        ]
+        messages = traffic.messages([spec.train_op, spec.loss.op], CHIEF)
+        crossing = [message for message in between_machines(messages) if message.is_tensor]
         config = tf.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         with tf.Session(target, config=config) as session:
             session.run(initializers)
-            fetches = [name for *_, name in crossing], words, spec.train_op
+            fetches = [message.name for message in crossing], words, spec.train_op
             values, words, _ = session.run(fetches)
 
-    sent, received = collections.Counter(), collections.Counter()
-    for (source, to, _), value in zip(crossing, values):
+    measured = []
+    for message, value in zip(crossing, values):
         size = sum(map(len, value.flat)) if value.dtype == object else value.nbytes
-        sent[source] += size
-        received[to] += size
+        measured.append(message._replace(size=size))
+    sent, received = totals(measured)
     needed = sum(bytes_needed(variable, words, devices) for variable in variables)
     return Moved(sent, received, len(crossing), needed)
 
@@ -277,22 +289,17 @@ def count_on_devices(name, count, machines=1):
         results, dividing = build_on_devices(name, devices)
         variables = sum(map(bytes_of, tf.trainable_variables()))
 
-    sent, received = collections.Counter(), collections.Counter()
-    of_machines = collections.Counter()
-    messages = 0
+    messages = []
     for message in traffic.messages(results, HOST):
-        source, target = message.source, message.target
-        if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
-            sent[source] += message.size
-            received[target] += message.size
-            messages += 1
-            if machine_of(source) != machine_of(target):
-                of_machines['sent', machine_of(source)] += message.size
-                of_machines['received', machine_of(target)] += message.size
-    busiest = max(of_machines.values(), default=0) / variables
+        if {device_spec(end).device_type for end in (message.source, message.target)} == {'GPU'}:
+            messages.append(message)
+    sent, received = totals(messages)
+    by_machines = [max(sizes.values(), default=0) for sizes in totals(between_machines(messages))]
+    busiest = max(by_machines) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
     ops = len(graph.get_operations())
-    return Exchanged(sent, received, messages, hops(results, HOST), ring, busiest, ops, dividing)
+    longest = hops(results, HOST)
+    return Exchanged(sent, received, len(messages), longest, ring, busiest, ops, dividing)
 
 
 def hops(results, first):
