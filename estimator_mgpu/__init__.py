@@ -10,10 +10,11 @@ from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.custom_ops.register_rule import register_rule
 from estimator_mgpu.devices import session_config
+from estimator_mgpu.estimator_copies import replicate_estimator
 from estimator_mgpu.hooks import ProgressHook, ThroughputHook
 from estimator_mgpu.optimizer import TowerOptimizer
 from estimator_mgpu.replicate import replicate
-from estimator_mgpu.replicated_estimator import Estimator, replicate_estimator
+from estimator_mgpu.replicated_estimator import Estimator
 from estimator_mgpu.reports.verify import verify
 from estimator_mgpu.tf_internals.tf_estimator import estimator
 

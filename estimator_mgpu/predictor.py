@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.arguments import list_of_hooks
 from estimator_mgpu.batches import batch, feeding
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.errors import step_errors
@@ -55,12 +56,12 @@ class Predictor:
         hooks: Sequence[tf.train.SessionRunHook] | None,
         checkpoint_path: str | None,
     ):
-        _check_arguments(features, serving_input_receiver_fn, hooks, checkpoint_path)
+        _check_arguments(features, serving_input_receiver_fn, checkpoint_path)
         self._estimator = estimator
         self._serving_input_receiver_fn = serving_input_receiver_fn
         self._broadcast = broadcast
         self._predict_keys = predict_keys
-        self._hooks = list(hooks or [])
+        self._hooks = list_of_hooks(hooks)
         self._checkpoint_path = checkpoint_path
 
         self._specs: Any = None  # what batches are like, once a model was built for one
@@ -237,9 +238,8 @@ class Predictor:
         return _Model(inputs, predictions, session, has_hooks, progress)
 
 
-def _check_arguments(
-    features: Any, serving_input_receiver_fn: Any, hooks: Any, checkpoint_path: Any
-) -> None:
+def _check_arguments(features: Any, serving_input_receiver_fn: Any, checkpoint_path: Any) -> None:
+    """Raises ValueError or TypeError for arguments of `Estimator.predictor()` that cannot be."""
     if features is not None and serving_input_receiver_fn is not None:
         raise ValueError(
             'predictor() was given features and a serving_input_receiver_fn. Give one of them, or '
@@ -251,10 +251,6 @@ def _check_arguments(
             f'serving_input_receiver_fn={serving_input_receiver_fn!r} is no function. Give one '
             'that returns a tf.estimator.export.ServingInputReceiver, as for export_saved_model().'
         )
-    if isinstance(hooks, tf.train.SessionRunHook):
-        raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
-    if hooks is not None and not isinstance(hooks, Iterable):
-        raise TypeError(f'hooks={hooks!r} is no list of hooks. Give one, as for predict().')
     if checkpoint_path is not None and not isinstance(checkpoint_path, (str, os.PathLike)):
         raise TypeError(
             f'checkpoint_path={checkpoint_path!r} is no path. Give that of a checkpoint, such as '

@@ -67,15 +67,7 @@ class Options(CommonOptions, total=False):
     microbatches: int
 
 
-_OPTIONS = (
-    'devices',
-    'broadcast',
-    'variables',
-    'batch_norm',
-    'input',
-    'microbatches',
-    'recompute',
-)
+_OPTIONS = ('devices', *Options.__annotations__)
 _LEGAL = {
     'variables': get_args(Variables),
     'batch_norm': get_args(BatchNorm),

@@ -9,12 +9,12 @@ import contextlib
 import copy
 import functools
 import inspect
-import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, SupportsInt
+from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.arguments import check_input_fn, check_steps, list_of_hooks
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
@@ -24,13 +24,7 @@ from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import (
-    CommonOptions,
-    check_named,
-    check_options,
-    check_strategies,
-    replicate,
-)
+from estimator_mgpu.replicate import CommonOptions, check_options, check_strategies, replicate
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
@@ -60,7 +54,7 @@ def _explains_checkpoint_errors(method: Any) -> Any:
     return call
 
 
-class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
+class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints.
 
     With `microbatches='auto'`, it tries again if memory is too small.
@@ -80,8 +74,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         saving_listeners: Any = None,
     ) -> Any:
         """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
-        self._check_train_arguments(input_fn, hooks, steps, max_steps)
-        hooks = list(hooks or [])
+        self._check_train_arguments(input_fn, steps, max_steps)
+        hooks = list_of_hooks(hooks)
         chief: Chief | None = None
         if self._cluster_config is not None:
             process = join.join(self._cluster_config)
@@ -158,17 +152,15 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
     def _microbatches(self) -> int | AutoMicrobatches:
         return _options_of(self)['microbatches']
 
-    def _check_train_arguments(self, input_fn: Any, hooks: Any, steps: Any, max_steps: Any) -> None:
+    def _check_train_arguments(self, input_fn: Any, steps: Any, max_steps: Any) -> None:
         if self.config.task_type == 'evaluator':
             raise ValueError(
                 "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
                 'call tf.estimator.train_and_evaluate().'
             )
-        tf_estimator.check_input_fn(input_fn)
-        if isinstance(hooks, tf.train.SessionRunHook):
-            raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
-        _check_number('steps', steps)
-        _check_number('max_steps', max_steps)
+        check_input_fn(input_fn)
+        check_steps('steps', steps)
+        check_steps('max_steps', max_steps)
 
     def _reads_by_machine(self, input_fn: Any) -> Callable[[], Any]:
         """An input_fn whose batches are the parts that all machines read."""
@@ -177,7 +169,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         return machine_input.read(call, input_fn, towers)
 
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
-        tf_estimator.check_input_fn(input_fn)
+        check_input_fn(input_fn)
         return super()._call_input_fn(input_fn, mode, input_context)
 
     export_saved_model = _explains_checkpoint_errors(EstimatorV2.export_saved_model)
@@ -194,8 +186,8 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         name: str | None = None,
     ) -> Any:
         """As Estimator's."""
-        _check_number('steps', steps)
-        hooks = list(hooks or [])
+        check_steps('steps', steps)
+        hooks = list_of_hooks(hooks)
         with self._errors_explained(checkpoint_path):
             for attempt in self._call(_MODES.EVAL).attempts():
                 with attempt as attempt_hooks:
@@ -211,7 +203,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
         yield_single_examples: bool = True,
     ) -> Iterator[Any]:
         """As Estimator's."""
-        hooks = list(hooks or [])
+        hooks = list_of_hooks(hooks)
         with self._errors_explained(checkpoint_path):
             # All attempts read one checkpoint, also if another process goes on training.
             checkpoint_path = checkpoint_path or tf.train.latest_checkpoint(self.model_dir)
@@ -229,7 +221,7 @@ class _OnMachines(EstimatorV2):  # tf.estimator.Estimator, whatever else may be 
                     return
 
 
-class Estimator(_OnMachines):
+class Estimator(_Overrides):
     """A drop-in `tf.estimator.Estimator`, with its arguments, for several devices.
 
     Examples:
@@ -263,7 +255,7 @@ class Estimator(_OnMachines):
                 'Devices are given by name: Estimator(model_fn, devices=2).'
             )
         if not hasattr(model_fn, 'replicate_options'):
-            model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
+            model_fn = replicate(devices=devices, **with_auto(options))(model_fn)
         elif devices is not None or options:
             raise ValueError(
                 'This model_fn is replicated already, on '
@@ -289,6 +281,7 @@ class Estimator(_OnMachines):
         """Shows how training would be sharded. Runs no step, and writes nothing.
 
         Examples:
+          >>> from estimator_mgpu import replicate_estimator
           >>> columns = [tf.feature_column.numeric_column('x')]
           >>> estimator = replicate_estimator(tf.estimator.LinearRegressor(columns), devices=2)
           >>> input_fn = lambda: ({'x': tf.ones([10])}, tf.ones([10]))
@@ -330,6 +323,7 @@ class Estimator(_OnMachines):
         `with` statement.
 
         Examples:
+          >>> from estimator_mgpu import replicate_estimator
           >>> columns = [tf.feature_column.numeric_column('x')]
           >>> canned = tf.estimator.LinearRegressor(columns)
           >>> estimator = replicate_estimator(canned, devices=2)
@@ -367,16 +361,7 @@ def _options_of(estimator: Any) -> dict[str, Any]:
     return getattr(estimator._model_fn, 'replicate_options', plain)
 
 
-def _check_number(name: str, steps: Any) -> None:
-    """Raises TypeError if a number of steps is a text, say. Estimator checks that it's above 0."""
-    if steps is not None and not isinstance(steps, SupportsInt):
-        raise TypeError(
-            f'{name}={steps!r} is no number of steps. Give a positive integer, or leave it out to '
-            'run to the end of the data.'
-        )
-
-
-def _with_auto(options: EstimatorOptions) -> Any:
+def with_auto(options: EstimatorOptions) -> Any:
     """The options of `replicate()`, of which `microbatches` may be 'auto'."""
     microbatches = options.get('microbatches')
     if isinstance(microbatches, str) and microbatches == AUTO:
@@ -430,141 +415,3 @@ def _of_single_task(config: Any) -> Any:
     alone = {'cluster': {'chief': [address]}, 'task': {'type': 'chief', 'index': 0}}
     config._init_distributed_setting_from_environment_var(alone)
     return config
-
-
-def replicate_estimator(
-    estimator: Any, *unnamed: NoReturn, devices: Devices = None, **options: Unpack[EstimatorOptions]
-) -> Estimator:
-    """Returns an estimator that does on several devices what another does on one.
-
-    It's for estimators that come without a model_fn to decorate, canned ones say. Its model_dir,
-    config and warm start are the other's, and so are its attributes and the methods that its class
-    adds; `devices` and `options` are those of `replicate()`.
-
-    Examples:
-      >>> columns = [tf.feature_column.numeric_column('x')]
-      >>> canned = tf.estimator.LinearRegressor(columns)
-      >>> several = replicate_estimator(canned, devices=4)
-      >>> several.model_dir == canned.model_dir
-      True
-      >>> isinstance(several, Estimator) and isinstance(several, tf.estimator.LinearRegressor)
-      True
-    """
-    if not isinstance(estimator, tf_estimator.estimator.Estimator):
-        raise TypeError(
-            f'replicate_estimator({estimator!r}) was given a {type(estimator).__name__}. It takes '
-            'a tf.estimator.Estimator; a model_fn goes to replicate().'
-        )
-    check_named(unnamed, 'replicate_estimator(estimator, devices=2)')
-    check_options(options, 'replicate_estimator')
-    several = _blank(type(estimator))
-    several.__dict__.update(vars(estimator))
-
-    model_fn = _with_estimator(several, estimator._model_fn, estimator)
-    model_fn = replicate(devices=devices, **_with_auto(options))(model_fn)
-
-    Estimator.__init__(
-        several, model_fn, estimator.model_dir, estimator.config, *_params_and_warm_start(estimator)
-    )
-    return several
-
-
-def remade(estimator: Any, change: Callable[[Any], Any], model_dir: str, config: Any) -> Any:
-    """Returns an estimator of the same class and attributes, but with another model_fn.
-
-    Args:
-      estimator: the estimator.
-      change: (model_fn) -> the other model_fn. What is replicated is first taken apart.
-      model_dir: the other one's.
-      config: the other one's RunConfig.
-    """
-    other: Any = object.__new__(type(estimator))
-    other.__dict__.update(vars(estimator))
-    other.__dict__.update(_cluster_config=None, _follower=None)  # It's a process by itself.
-    model_fn = estimator._model_fn
-    if hasattr(model_fn, 'replicate_options'):
-        model_fn = model_fn.__wrapped__
-    model_fn = change(_with_estimator(other, model_fn, estimator))
-    config = config.replace(model_dir=model_dir)
-    tf_estimator.estimator.Estimator.__init__(
-        other, model_fn, None, config, *_params_and_warm_start(estimator)
-    )
-    return other
-
-
-def _params_and_warm_start(estimator: Any) -> tuple[Any, Any]:
-    """What to give to a constructor for the params and the warm start of an estimator.
-
-    A model_fn that takes no params may be given none. Estimator keeps no warm_start_from, only the
-    settings made of it, which it takes as well.
-    """
-    return estimator._params or None, estimator._warm_start_settings
-
-
-def _with_estimator(several: Any, model_fn: Any, estimator: Any) -> Any:
-    """A model_fn that uses `several` where it uses the estimator that it comes from.
-
-    A canned estimator's model_fn may be a method of the estimator. That of a `TPUEstimator` is a
-    function that was defined in a method, and asks `self` for the batch size.
-
-    Args:
-      several: the estimator for several devices.
-      model_fn: that of the estimator which `several` was made of.
-      estimator: that estimator.
-    """
-    if getattr(model_fn, '__self__', None) is estimator:
-        return types.MethodType(model_fn.__func__, several)
-
-    cells = getattr(model_fn, '__closure__', None) or ()
-    if not any(_holds(cell, estimator) for cell in cells):
-        return model_fn
-    closure = tuple(types.CellType(several) if _holds(cell, estimator) else cell for cell in cells)
-    rebound = types.FunctionType(
-        model_fn.__code__, model_fn.__globals__, argdefs=model_fn.__defaults__, closure=closure
-    )
-    rebound.__kwdefaults__ = model_fn.__kwdefaults__
-    return functools.update_wrapper(rebound, model_fn)
-
-
-def _holds(cell: types.CellType, value: Any) -> bool:
-    """Whether a variable of a function around a model_fn has a value."""
-    try:
-        return cell.cell_contents is value
-    except ValueError:  # It has none yet.
-        return False
-
-
-def _blank(kind: type) -> Estimator:
-    """An estimator without attributes, of a class and of `Estimator`. Pickle begins with it, too.
-
-    Args:
-      kind: a class of estimators.
-    """
-    return object.__new__(_class_of(kind))
-
-
-@functools.cache
-def _class_of(kind: type) -> type[Estimator]:
-    """A class of estimators whose methods are those of another class, and then `Estimator`'s.
-
-    Args:
-      kind: the other class.
-    """
-    if issubclass(Estimator, kind):
-        return Estimator
-
-    def reduce(self: Any) -> Any:
-        return _blank, (kind,), vars(self)
-
-    attributes = {'__module__': kind.__module__, '__doc__': kind.__doc__, '__reduce__': reduce}
-    try:
-        return types.new_class(
-            kind.__name__, (kind, Estimator), {}, lambda namespace: namespace.update(attributes)
-        )
-    except TypeError as error:
-        reason = str(error).rstrip('.')
-        raise TypeError(
-            f"replicate_estimator() can't make a class that is both {kind.__name__} and an "
-            f'Estimator for several devices: {reason}. Build a plain tf.estimator.Estimator of its '
-            'model_fn, and replicate that.'
-        ) from error

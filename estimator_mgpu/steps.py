@@ -9,17 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.tower import static_extents
 
 _STEP = '_estimator_mgpu_step'  # An attribute of the graph.
-
-
-def is_positive_integer(value: Any) -> bool:
-    """Whether a value is a positive integer of Python's or NumPy's."""
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and value > 0
 
 
 class Step(NamedTuple):

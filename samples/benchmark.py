@@ -184,7 +184,7 @@ class Clock(tf.train.SessionRunHook):
         }
 
 
-def run_once(model, setup, towers):
+def measure(model, setup, towers):
     """Trains a model for some seconds and returns what was measured."""
     used = pathlib.Path(estimator_mgpu.__file__).resolve()
     if setup == OTHER and pathlib.Path(FLAGS.other).resolve() not in used.parents:
@@ -192,27 +192,22 @@ def run_once(model, setup, towers):
     if FLAGS.legacy:
         tf.disable_v2_behavior()
     tf.get_logger().propagate = False
+
     chosen = MODELS[model]
-    model_fn, rows, strategy = chosen.model_fn, chosen.batch, None
+    model_fn = chosen.model_fn
     devices = tower_devices(FLAGS.devices, towers)
     own = setup in (REPLICATE, OTHER, PLAIN)
     base = None if own else estimator.Estimator(model_fn).config.session_config
     session_config = estimator_mgpu.session_config(devices, base)
-    if setup in (REPLICATE, OPTIMIZED, OTHER, MACHINES):
-        options = {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
-        options['microbatches'] = FLAGS.microbatches
-        known = inspect.signature(estimator_mgpu.replicate).parameters
-        options = {name: value for name, value in options.items() if name in known}
-        if setup == MACHINES:
-            options['input'], devices = 'machine', tower_devices(FLAGS.devices, 1)
-        model_fn = estimator_mgpu.replicate(model_fn, devices=devices, **options)
+
+    rows = chosen.batch
+    strategy = None
+    if setup in (REPLICATE, OPTIMIZED, OTHER):
+        model_fn = replicated(model_fn, devices)
+    elif setup == MACHINES:
+        model_fn = replicated(model_fn, tower_devices(FLAGS.devices, 1), input='machine')
     elif setup == MIRRORED:
-        if FLAGS.devices == 'CPU':
-            [cpu] = tf.config.list_physical_devices('CPU')
-            tf.config.set_logical_device_configuration(
-                cpu, [tf.config.LogicalDeviceConfiguration()] * towers
-            )
-        strategy = tf.distribute.MirroredStrategy(devices)
+        strategy = mirrored_strategy(devices)
         rows //= towers  # Its batch is that of one replica.
 
     def input_fn(input_context=None):
@@ -228,12 +223,29 @@ def run_once(model, setup, towers):
     kind = estimator_mgpu.Estimator if setup == MACHINES else estimator.Estimator
     clock = Clock(FLAGS.seconds)
     kind(model_fn, FLAGS.run_dir, config).train(input_fn, hooks=[clock])
-    legacy = not tf.resource_variables_enabled()
     return {
         'version': estimator_mgpu.__version__,
-        'legacy': legacy,
+        'legacy': not tf.resource_variables_enabled(),
         **clock.results(chosen.batch),
     }
+
+
+def replicated(model_fn, devices, **options):
+    """A replicated model_fn, with those of the flags' options that this version supports."""
+    options |= {**chosen_variables(FLAGS.variables), 'batch_norm': FLAGS.batch_norm}
+    options['microbatches'] = FLAGS.microbatches
+    known = inspect.signature(estimator_mgpu.replicate).parameters
+    supported = {name: value for name, value in options.items() if name in known}
+    return estimator_mgpu.replicate(model_fn, devices=devices, **supported)
+
+
+def mirrored_strategy(devices):
+    """A MirroredStrategy, and the logical CPU devices for it."""
+    if FLAGS.devices == 'CPU':
+        [cpu] = tf.config.list_physical_devices('CPU')
+        parts = [tf.config.LogicalDeviceConfiguration()] * len(devices)
+        tf.config.set_logical_device_configuration(cpu, parts)
+    return tf.distribute.MirroredStrategy(devices)
 
 
 def run_all(runs):
@@ -388,7 +400,7 @@ def main(argv):
     if len(argv) > 1:
         raise app.UsageError(f'{argv[1]!r} is no flag, such as --towers=2 is.')
     if FLAGS.run:
-        print(json.dumps(run_once(**json.loads(FLAGS.run))))
+        print(json.dumps(measure(**json.loads(FLAGS.run))))
         return
     output = pathlib.Path(FLAGS.output)
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,12 +9,12 @@ the scratch space of all ops. With four devices, 25% is a perfect split.
 
 from __future__ import annotations
 
-import itertools
 import os
 import tempfile
 
 import numpy as np
 import tensorflow.compat.v1 as tf
+import traced_memory
 from absl import app, flags
 
 import estimator_mgpu
@@ -66,12 +66,8 @@ class Peaks:
             self._held[device] = self._held.get(device, 0) + bytes_of(variable)
 
     def _peak(self, stats):
-        used = [memory for node in stats.node_stats for memory in node.memory]
-        records = [(r.alloc_micros, r.alloc_bytes) for m in used for r in m.allocation_records]
-        # What is freed has a negative size.
-        totals = itertools.accumulate(size for _, size in sorted(records))
         held = self._held.get(stats.device[stats.device.index('/device') :], 0)
-        return held + max([0, *totals])
+        return held + traced_memory.peak(stats)
 
 
 def build(params, devices):

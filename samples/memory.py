@@ -28,13 +28,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import statistics
 import time
 
 import benchmark_models
 import matplotlib
 import tensorflow.compat.v1 as tf
+import traced_memory
 from absl import app, flags
 
 import estimator_mgpu
@@ -111,13 +111,7 @@ def peaks(model, devices, batch_size=None, **options):
     with training(model, devices, batch_size, **options) as step:
         step()  # The first step makes what lasts.
         step(options=run_options, run_metadata=metadata)
-    found = {}
-    for stats in metadata.step_stats.dev_stats:
-        used = [memory for node in stats.node_stats for memory in node.memory]
-        records = [(r.alloc_micros, r.alloc_bytes) for m in used for r in m.allocation_records]
-        # What is freed has a negative size.
-        found[stats.device] = max(itertools.accumulate(size for _, size in sorted(records)))
-    return found
+    return {stats.device: traced_memory.peak(stats) for stats in metadata.step_stats.dev_stats}
 
 
 def times(model, batch_size, choices):

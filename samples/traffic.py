@@ -97,14 +97,37 @@ def embedding(features, labels, mode):
 MODELS = {'dense': dense, 'embedding': embedding}
 
 
+def devices_of(machines, count, kind='CPU'):
+    """The devices of a chief and workers, so many of each, the chief's first."""
+    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
+    return [f'{task}/device:{kind}:{i}' for task in tasks for i in range(count)]
+
+
 def build(model_fn, machines):
     """Builds a model in the default graph, for two devices of each machine."""
-    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
-    devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
     tf.train.get_or_create_global_step()
     batch = tf.placeholder(tf.float32, [ROWS, 4]), tf.placeholder(tf.float32, [ROWS, 1])
-    replicated = estimator_mgpu.replicate(model_fn, devices=devices)
+    replicated = estimator_mgpu.replicate(model_fn, devices=devices_of(machines, 2))
     return replicated(*batch, tf.estimator.ModeKeys.TRAIN), batch
+
+
+def between_machines(messages):
+    """Those of the messages of devices that go from one machine to another, by the machines."""
+    of_machines = [
+        message._replace(source=machine_of(message.source), target=machine_of(message.target))
+        for message in messages
+    ]
+    return [message for message in of_machines if message.source != message.target]
+
+
+def totals(messages):
+    """The bytes of messages by who sends them, and by who receives them."""
+    sent = collections.Counter()
+    received = collections.Counter()
+    for message in messages:
+        sent[message.source] += message.size
+        received[message.target] += message.size
+    return sent, received
 
 
 def count(model_fn, machines):
@@ -112,12 +135,8 @@ def count(model_fn, machines):
     with tf.Graph().as_default() as graph:
         spec, _ = build(model_fn, machines)
         sessions.place_on_chief(graph)
-        sent, received = collections.Counter(), collections.Counter()
-        for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF):
-            source, target = machine_of(message.source), machine_of(message.target)
-            if source != target:
-                sent[source] += message.size
-                received[target] += message.size
+        messages = traffic.messages([spec.train_op, spec.loss.op], CHIEF)
+        sent, received = totals(between_machines(messages))
         return sent, received, sum(map(bytes_of, tf.trainable_variables()))
 
 
@@ -159,23 +178,20 @@ def count_clicks(model, target, devices):
         variables = tf.trainable_variables()
         initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
         sessions.place_on_chief(graph)
-        crossing = [
-            (machine_of(message.source), machine_of(message.target), message.name)
-            for message in traffic.messages([spec.train_op, spec.loss.op], CHIEF)
-            if message.is_tensor and machine_of(message.source) != machine_of(message.target)
-        ]
+        messages = traffic.messages([spec.train_op, spec.loss.op], CHIEF)
+        crossing = [message for message in between_machines(messages) if message.is_tensor]
         config = tf.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         with tf.Session(target, config=config) as session:
             session.run(initializers)
-            fetches = [name for *_, name in crossing], words, spec.train_op
+            fetches = [message.name for message in crossing], words, spec.train_op
             values, words, _ = session.run(fetches)
 
-    sent, received = collections.Counter(), collections.Counter()
-    for (source, to, _), value in zip(crossing, values):
+    measured = []
+    for message, value in zip(crossing, values):
         size = sum(map(len, value.flat)) if value.dtype == object else value.nbytes
-        sent[source] += size
-        received[to] += size
+        measured.append(message._replace(size=size))
+    sent, received = totals(measured)
     needed = sum(bytes_needed(variable, words, devices) for variable in variables)
     return Moved(sent, received, len(crossing), needed)
 
@@ -268,28 +284,22 @@ def build_on_devices(name, devices):
 
 def count_on_devices(name, count, machines=1):
     """Counts what the GPUs of a machine, or of several ones, send each other in a step."""
-    tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(machines - 1))]
-    devices = [f'{task}/device:GPU:{i}' for task in tasks for i in range(count)]
+    devices = devices_of(machines, count, 'GPU')
     with tf.Graph().as_default() as graph:
         results, dividing = build_on_devices(name, devices)
         variables = sum(map(bytes_of, tf.trainable_variables()))
 
-    sent, received = collections.Counter(), collections.Counter()
-    of_machines = collections.Counter()
-    messages = 0
+    messages = []
     for message in traffic.messages(results, HOST):
-        source, target = message.source, message.target
-        if {device_spec(end).device_type for end in (source, target)} == {'GPU'}:
-            sent[source] += message.size
-            received[target] += message.size
-            messages += 1
-            if machine_of(source) != machine_of(target):
-                of_machines['sent', machine_of(source)] += message.size
-                of_machines['received', machine_of(target)] += message.size
-    busiest = max(of_machines.values(), default=0) / variables
+        if {device_spec(end).device_type for end in (message.source, message.target)} == {'GPU'}:
+            messages.append(message)
+    sent, received = totals(messages)
+    by_machines = [max(sizes.values(), default=0) for sizes in totals(between_machines(messages))]
+    busiest = max(by_machines) / variables
     ring = 2 * (len(devices) - 1) / len(devices) * variables
     ops = len(graph.get_operations())
-    return Exchanged(sent, received, messages, hops(results, HOST), ring, busiest, ops, dividing)
+    longest = hops(results, HOST)
+    return Exchanged(sent, received, len(messages), longest, ring, busiest, ops, dividing)
 
 
 def hops(results, first):
@@ -325,7 +335,7 @@ class Copies(NamedTuple):
 
 def count_copies(name, gpus):
     """Lists what a step of a model copies between the memory of GPUs and of the host."""
-    devices = [f'{CHIEF}/device:GPU:{i}' for i in range(gpus)]
+    devices = devices_of(1, gpus, 'GPU')
     with tf.Graph().as_default():
         if name in ON_DEVICES:
             return copies(build_on_devices(name, devices)[0])
@@ -399,9 +409,8 @@ def print_clicks():
             tf.train.Server(config['cluster'], config['task']['type'], config['task']['index'])
             for config in loopback.tf_configs(count)
         ]
-        tasks = [CHIEF, *(f'/job:worker/task:{i}' for i in range(count - 1))]
-        devices = [f'{task}/device:CPU:0' for task in tasks]
-        moved = count_clicks(benchmark_models.MODELS['deepfm'], servers[0].target, devices)
+        model = benchmark_models.MODELS['deepfm']
+        moved = count_clicks(model, servers[0].target, devices_of(count, 1))
         out, into = max(moved.sent.values()), max(moved.received.values())
         print(
             f'{"deepfm":10} {count:8} {out / 1e3:9.1f} {into / 1e3:13.1f} {moved.messages:9} '

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 
 import hypothesis
 import pytest
@@ -65,6 +66,14 @@ def logged():
 def forks_end():
     yield
     forks.close()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A list whose entry is the time."""
+    now = [1000.0]
+    monkeypatch.setattr(time, 'monotonic', lambda: now[0])
+    return now
 
 
 @pytest.fixture

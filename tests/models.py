@@ -27,6 +27,13 @@ def batches(rows=ROWS, steps=10, dtype=np.float32):
     return made
 
 
+def sequences(steps, width, *sizes, seed=2):
+    """Batches of these sizes, whose features have some steps, and whose labels have one."""
+    random = np.random.default_rng(seed)
+    shapes = [((size, steps, width), (size, width)) for size in sizes]
+    return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
+
+
 def away_from_0():
     """Batches with labels such that no gradient is a sum that all but cancels."""
     return [(features, labels + 2) for features, labels in batches()]

@@ -9,6 +9,7 @@ import tensorflow.compat.v1 as tf
 import towers
 from estimator_mgpu import steps
 from estimator_mgpu.reports.work import ops_run_once, works_of
+from models import sequences
 
 WIDTH, STEPS = 3, 5
 MODELS = {}
@@ -318,10 +319,7 @@ def model_fn_of(function):
     return model_fn
 
 
-def batches(*sizes):
-    random = np.random.default_rng(1)
-    shapes = [((size, STEPS, WIDTH), (size, WIDTH)) for size in sizes]
-    return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
+batches = functools.partial(sequences, STEPS, WIDTH, seed=1)
 
 
 def check(name, sizes, **options):

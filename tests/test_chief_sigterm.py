@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 
 from estimator_mgpu.cluster import chief_sigterm
+from towers import wait_for
 
 pytestmark = pytest.mark.core
 
@@ -150,13 +151,6 @@ def came(task, end, no_pipe, monkeypatch):
         chief_sigterm.ChiefSigterm, 'end_process_soon', lambda self: came.append(self)
     )
     return came
-
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_a_thread_hears_of_it(task, end, came):

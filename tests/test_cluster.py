@@ -99,6 +99,12 @@ class Cluster:
         self.folder, self.model_dir = folder, folder / 'model'
         self.machines = []
 
+    def listen_at(self, **hosts):
+        """Gives the tasks of each job another host, before they are started."""
+        for job, host in hosts.items():
+            ports = [address.rpartition(':')[2] for address in self.jobs[job]]
+            self.jobs[job] = [f'{host}:{port}' for port in ports]
+
     def start(self, job, index=0, within=(), **options):
         """Starts the script as a task, maybe by another command."""
         tf_config = {'cluster': self.jobs, 'task': {'type': job, 'index': index}}
@@ -450,8 +456,7 @@ def test_a_task_of_another_cluster_in_the_place_of_one_that_died(make):
 def test_worker_0_is_the_chief_of_workers(make):
     """Their hosts have names, for which gRPC would ask the proxy."""
     two = make(worker=2)
-    ports = [address.rpartition(':')[2] for address in two.jobs['worker']]
-    two.jobs = {'worker': [f'localhost:{port}' for port in ports]}
+    two.listen_at(worker='localhost')
     chief, worker = [two.start('worker', index, stops=[2]) for index in range(2)]
     for machine in (chief, worker):
         machine.ends()
@@ -748,8 +753,7 @@ def test_a_cable_that_is_cut_for_a_while(make, network, one_device):
     here, there = network.address(254), network.address(1)
     network.move(there, None, 0)
     two = make(chief=1, worker=1)
-    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
-    two.jobs = {'chief': [f'{here}:{ports[0]}'], 'worker': [f'{there}:{ports[1]}']}
+    two.listen_at(chief=here, worker=there)
     worker, chief = two.start('worker', within=host), two.start('chief', sleep=0.3, closely=True)
     chief.says('STEP 7\n')
     network.cable(0, 'down')
@@ -770,11 +774,7 @@ def test_a_chief_that_was_stopped_and_replaced(make, network, one_device):
     here, there = network.address(254), network.address(1)
     network.move(there, None, 0)
     three = make(chief=1, worker=2)
-    ports = [address.rpartition(':')[2] for tasks in three.jobs.values() for address in tasks]
-    three.jobs = {
-        'chief': [f'{there}:{ports[0]}'],
-        'worker': [f'{here}:{port}' for port in ports[1:]],
-    }
+    three.listen_at(chief=there, worker=here)
     workers = [three.start('worker', index) for index in range(2)]
     stopped = three.start('chief', within=first, sleep=0.3)
     stopped.says('STEP 7\n')
@@ -797,8 +797,7 @@ def test_a_chief_that_is_cut_off_while_it_waits_and_replaced(make, network, one_
     here, there = network.address(254), network.address(1)
     network.move(there, None, 0)
     two = make(chief=1, worker=1)
-    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
-    two.jobs = {'chief': [f'{there}:{ports[0]}'], 'worker': [f'{here}:{ports[1]}']}
+    two.listen_at(chief=there, worker=here)
     cut_off = two.start('chief', within=first, closely=True)
     cut_off.says(f'Waiting for {two.at("worker")}')
     network.cable(0, 'down')
@@ -824,8 +823,7 @@ def test_a_task_that_moves(moves, make, network, one_device):
     names = {'the-chief': network.address(1), 'the-worker': network.address(2)}
     network.resolve(names)
     two = make(chief=1, worker=1)
-    ports = [address.rpartition(':')[2] for tasks in two.jobs.values() for address in tasks]
-    two.jobs = {'chief': [f'the-chief:{ports[0]}'], 'worker': [f'the-worker:{ports[1]}']}
+    two.listen_at(chief='the-chief', worker='the-worker')
     tasks = {
         job: two.start(job, within=host, sleep=0.3, closely=True)
         for job, host in zip(two.jobs, hosts)

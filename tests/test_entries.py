@@ -8,7 +8,15 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import steps
 from models import floats, spec_of, step
-from towers import MODES, assert_close, assert_same, compare, evaluate, train, types_run_once
+from towers import (
+    MODES,
+    assert_same,
+    compare,
+    compare_predictions,
+    evaluate,
+    train,
+    types_run_once,
+)
 
 IDS, COLUMNS, WIDTH = 20, 3, 2
 
@@ -48,6 +56,9 @@ def to_sparse(features, labels):
     sparse = tf.SparseTensor(features['indices'], features['ids'], features['shape'])
     own = tf.SparseTensor(features['indices of weights'], features['weights'], sparse.dense_shape)
     return {'sparse': sparse, 'weights': own, 'dense': features['dense']}, labels
+
+
+SPARSE = {'static': False, 'preprocess': to_sparse}
 
 
 def network(x):
@@ -105,7 +116,7 @@ LOOKUPS |= {f'SparseSegment{name}Grad' for name in ('Sum', 'Mean', 'SqrtN')}
 def test_lookup(combiner, key, optimizer):
     """With fewer examples than towers in some batches."""
     model_fn = regression(safe_lookup(combiner, key), optimizer)
-    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, **SPARSE)
     assert not types_run_once(ours.graph) & LOOKUPS
 
 
@@ -113,7 +124,7 @@ def test_lookup(combiner, key, optimizer):
 @pytest.mark.parametrize('key', ['sparse', 'dense'])
 def test_weighted_lookup(key, combiner):
     model_fn = regression(safe_lookup(combiner, key, weights=True), 'adagrad')
-    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, **SPARSE)
     assert not types_run_once(ours.graph) & LOOKUPS
 
 
@@ -135,7 +146,7 @@ def test_dense_gradient(divided, optimizer, behavior):
             return tf.concat([weighted, sums, own @ table()[:WIDTH]], 1)
 
     model_fn = regression(forward, optimizer)
-    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, **SPARSE)
     assert not types_run_once(ours.graph) & {'UnsortedSegmentSum', 'AddN', *LOOKUPS}
 
 
@@ -153,7 +164,7 @@ def test_own_gradient_of_different_ids(optimizer, towers, behavior):
         train_op = optimizers[optimizer]().apply_gradients([(gradient, variable)], step())
         return spec_of(mode, loss, train_op)
 
-    compare(model_fn, batches_of(*ALL), towers, static=False, preprocess=to_sparse)
+    compare(model_fn, batches_of(*ALL), towers, **SPARSE)
 
 
 @pytest.mark.parametrize('towers', [2, 3])
@@ -170,7 +181,7 @@ def test_sums_by_id_added_to_a_dense_gradient(regularized, towers, behavior):
         loss += 0.1 * tf.nn.l2_loss(rows) if regularized else 0.0
         return spec_of(mode, loss, OPTIMIZERS['adam']().minimize(loss, step()))
 
-    ours, _ = compare(model_fn, batches_of(*ALL), towers, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), towers, **SPARSE)
     plan = steps.of_graph(ours.graph).plan
     ops = [op for op in ours.graph.get_operations() if '/AddN/inputs_' in op.name]
     [to_rows] = {op.name for op in ops if 'replicate' not in op.name}
@@ -189,7 +200,7 @@ def test_where_ids_are_put_together(tables, devices, behavior):
         return tf.concat(found, 1)
 
     model_fn = regression(forward, 'adagrad')
-    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, **SPARSE)
     merges = [op for op in ours.graph.get_operations() if '/replicate/Unique_' in op.name]
     found = sorted(tf.DeviceSpec.from_string(op.device).device_index for op in merges)
     assert found == devices
@@ -211,7 +222,7 @@ def test_table_in_parts(strategy, weights):
         )
 
     model_fn = regression(forward, 'adagrad')
-    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, **SPARSE)
     forward_ops = {'ResourceGather', 'DynamicPartition', 'ParallelDynamicStitch', 'SegmentSum'}
     assert not types_run_once(ours.graph) & (forward_ops | LOOKUPS)
 
@@ -235,7 +246,7 @@ def test_sums_of_rows_of_a_table(reduction):
         )
 
     model_fn = regression(forward, 'adagrad')
-    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, **SPARSE)
     types = {f'SparseSegment{reduction}', f'SparseSegment{reduction}GradV2'}
     assert not types_run_once(ours.graph) & types
 
@@ -244,17 +255,15 @@ def test_sums_of_rows_of_a_table(reduction):
         found = {'values': gradient.values, 'indices': gradient.indices}
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
-    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
-    one, several = [evaluate(model_of_gradients, batches_of(*ALL), n, **options) for n in (0, 3)]
-    assert_close(several.predictions, one.predictions, 1e-5)
+    values = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    compare_predictions(model_of_gradients, batches_of(*ALL), 3, values=values, **SPARSE)
 
 
 @pytest.mark.parametrize('combiner', ['sum', 'mean'])
 def test_entries_in_any_order(combiner):
     batches = batches_of(*ALL, in_order=False)
     model_fn = regression(safe_lookup(combiner), 'adam')
-    compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    compare(model_fn, batches, 3, **SPARSE)
 
 
 def lookup_without_filling(features):
@@ -270,7 +279,7 @@ def lookup_without_filling(features):
 def test_different_ids_of_entries_in_any_order(optimizer, behavior):
     batches = batches_of(*ALL, in_order=False)
     model_fn = regression(lookup_without_filling, optimizer)
-    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches, 3, **SPARSE)
     once = steps.of_graph(ours.graph).plan.once
     assert not {'Unique', 'GatherV2', 'UnsortedSegmentSum'} & once.keys()
 
@@ -279,12 +288,7 @@ def test_different_ids_of_entries_in_any_order(optimizer, behavior):
 @pytest.mark.parametrize('microbatches', [2, 3])
 def test_microbatches(microbatches, forward):
     model_fn = regression(forward, 'adagrad')
-    options = {'static': False, 'preprocess': to_sparse}
-    one = train(model_fn, batches_of(*ALL), 0, **options)
-    ours = train(
-        model_fn, batches_of(*ALL), 2, values=one.start, microbatches=microbatches, **options
-    )
-    assert_same(ours, one)
+    compare(model_fn, batches_of(*ALL), 2, microbatches=microbatches, **SPARSE)
 
 
 @pytest.mark.parametrize('row', [-1, 12])
@@ -294,13 +298,7 @@ def test_an_entry_in_no_row(row):
     batches[0][0]['indices'][-1 if row > 0 else 0, 0] = row
     for towers in (0, 3):
         with pytest.raises(tf.errors.InvalidArgumentError):
-            train(
-                regression(safe_lookup('sum')),
-                batches,
-                towers,
-                static=False,
-                preprocess=to_sparse,
-            )
+            train(regression(safe_lookup('sum')), batches, towers, **SPARSE)
 
 
 def gradients(features):
@@ -702,11 +700,8 @@ def test_other_shapes(function, behavior):
     batches = batches_of(12, 7, 3)
     for features, _ in batches:
         features['dense'][-1] = 4  # so that each selection has something
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
     values = {'table': floats(IDS, WIDTH), 'global_step': 0}
-    one = evaluate(model_fn, batches, 0, values=values, **options)
-    ours = evaluate(model_fn, batches, 3, values=values, **options)
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    compare_predictions(model_fn, batches, 3, values=values, **SPARSE)
 
 
 @pytest.mark.parametrize('in_order', [True, False], ids=['in order', 'in any order'])
@@ -723,12 +718,9 @@ def test_values_of_one_device(towers, in_order):
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
     batches = batches_of(*ALL, in_order=in_order)
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
     values = {'table': floats(IDS, WIDTH), 'other/table': floats(IDS, WIDTH, seed=1)}
     values['global_step'] = 0
-    one = evaluate(model_fn, batches, 0, values=values, **options)
-    ours = evaluate(model_fn, batches, towers, values=values, **options)
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    compare_predictions(model_fn, batches, towers, values=values, **SPARSE)
 
 
 # Weights of ids that are a sparse tensor of their own.
@@ -751,7 +743,7 @@ def lookup_with_own_weights(combiner='mean'):
 def test_own_weights(combiner, in_order, behavior):
     model_fn = regression(lookup_with_own_weights(combiner), 'adagrad')
     batches = batches_of(*ALL, in_order=in_order)
-    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches, 3, **SPARSE)
     assert not types_run_once(ours.graph) & LOOKUPS
 
 
@@ -761,19 +753,14 @@ def test_own_weights_in_another_order(behavior):
     for features, _ in batches:
         features['indices of weights'] = features['indices'][::-1]
     model_fn = regression(lookup_with_own_weights(), 'adagrad')
-    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches, 3, **SPARSE)
     assert not types_run_once(ours.graph) & LOOKUPS
 
 
 @pytest.mark.parametrize('microbatches', [2, 3])
 def test_microbatches_of_own_weights(microbatches):
     model_fn = regression(lookup_with_own_weights(), 'adagrad')
-    options = {'static': False, 'preprocess': to_sparse}
-    one = train(model_fn, batches_of(*ALL), 0, **options)
-    ours = train(
-        model_fn, batches_of(*ALL), 2, values=one.start, microbatches=microbatches, **options
-    )
-    assert_same(ours, one)
+    compare(model_fn, batches_of(*ALL), 2, microbatches=microbatches, **SPARSE)
 
 
 @pytest.mark.parametrize('count', ['fewer', 'more', 'one', 'none'])
@@ -786,14 +773,13 @@ def test_other_numbers_of_weights(count, behavior):
     features['weights'] = floats(weights) + 1
     features['indices of weights'] = np.resize(features['indices'], [weights, 2])
     model_fn = regression(lookup_with_own_weights())
-    options = {'static': False, 'preprocess': to_sparse}
     with pytest.raises(tf.errors.InvalidArgumentError):
-        train(model_fn, batches, 0, **options)
+        train(model_fn, batches, 0, **SPARSE)
     message = (
         rf'same number of entries.*feature .+sparse.+, feature .+weights.+ \[{ids} {weights}\]'
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
-        train(model_fn, batches, 3, **options)
+        train(model_fn, batches, 3, **SPARSE)
 
 
 def no_entries(features):
@@ -806,7 +792,7 @@ def no_entries(features):
 def test_own_weights_of_no_entries():
     batches = [(no_entries(features), labels) for features, labels in batches_of(*ALL)]
     batches += batches_of(6)
-    compare(regression(lookup_with_own_weights()), batches, 3, static=False, preprocess=to_sparse)
+    compare(regression(lookup_with_own_weights()), batches, 3, **SPARSE)
 
 
 def weights_by_themselves(features):
@@ -836,9 +822,7 @@ def test_weights_by_themselves(behavior):
     for features, _ in batches:
         order = np.random.RandomState(1).permutation(len(features['ids']))
         features['indices of weights'] = features['indices'][order]
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
-    one, ours = [evaluate(model_fn, batches, towers, **options) for towers in (0, 3)]
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    compare_predictions(model_fn, batches, 3, **SPARSE)
 
 
 def test_several_sparse_tensors_entry_by_entry(behavior):
@@ -881,9 +865,7 @@ def test_two_values_of_an_entry_with_one_of_another(behavior):
         found = {'product': pairs * features['twice'].values}
         return tf.estimator.EstimatorSpec(mode, predictions=found)
 
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
-    one, ours = [evaluate(model_fn, batches_of(*ALL), n, **options) for n in (0, 3)]
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    compare_predictions(model_fn, batches_of(*ALL), 3, static=False, preprocess=preprocess)
 
 
 def test_same_indices(behavior):
@@ -1016,9 +998,7 @@ def test_one_entry_for_all_of_another_mask():
         others = tf.boolean_mask(ids, tf.not_equal(ids[:, 0], 2))
         return tf.estimator.EstimatorSpec(mode, predictions={'product': others * first})
 
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
-    one, ours = [evaluate(model_fn, batches_of(*ALL), n, **options) for n in (0, 3)]
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    compare_predictions(model_fn, batches_of(*ALL), 3, **SPARSE)
 
 
 # Lookups that give no row for the last examples of a batch if these have no ids.
@@ -1062,7 +1042,7 @@ def test_plain_lookup(combiner, weights, optimizer, behavior):
     """Beside labels, of which there are as many as examples."""
     model_fn = regression(plain_lookup(combiner, weights), optimizer)
     batches = entry_in_last_row(batches_of(*ALL, 5, 4))
-    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches, 3, **SPARSE)
     once = steps.of_graph(ours.graph).plan.once
     assert not any(name.startswith('embedding_lookup_sparse') for name in once)
 
@@ -1072,10 +1052,7 @@ def test_plain_lookup(combiner, weights, optimizer, behavior):
 def test_microbatches_of_plain_lookups(weights, microbatches):
     model_fn = regression(plain_lookup('mean', weights), 'adagrad')
     batches = entry_in_last_row(batches_of(*ALL))
-    options = {'static': False, 'preprocess': to_sparse}
-    one = train(model_fn, batches, 0, **options)
-    ours = train(model_fn, batches, 2, values=one.start, microbatches=microbatches, **options)
-    assert_same(ours, one)
+    compare(model_fn, batches, 2, microbatches=microbatches, **SPARSE)
 
 
 @pytest.mark.parametrize('row', [-1, 12])
@@ -1085,7 +1062,7 @@ def test_an_entry_in_no_row_of_a_plain_lookup(row):
     for forward in (plain_lookup('sum'), padded_lookup('mean', weights=True)):
         for towers in (0, 3):
             with pytest.raises(tf.errors.InvalidArgumentError):
-                train(regression(forward), batches, towers, static=False, preprocess=to_sparse)
+                train(regression(forward), batches, towers, **SPARSE)
 
 
 @pytest.mark.parametrize('static', [True, False], ids=['static', 'dynamic'])
@@ -1136,10 +1113,8 @@ def test_rows_to_last(kind, towers, microbatches, behavior):
         for combiner in ('sum', 'mean')
         for none in (False, True)
     }
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse, 'values': values}
-    one = evaluate(model_fn, batches, 0, **options)
-    ours = evaluate(model_fn, batches, towers, microbatches=microbatches, **options)
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    options = {'values': values, 'microbatches': microbatches, **SPARSE}
+    compare_predictions(model_fn, batches, towers, **options)
 
 
 @pytest.mark.parametrize('strategy', ['mod', 'div'])
@@ -1153,7 +1128,7 @@ def test_plain_lookup_in_parts(strategy):
 
     batches = entry_in_last_row(batches_of(*ALL))
     model_fn = regression(forward, 'adagrad')
-    ours, _ = compare(model_fn, batches, 3, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches, 3, **SPARSE)
     once = steps.of_graph(ours.graph).plan.once
     assert not any(name.startswith('embedding_lookup_sparse') for name in once)
 
@@ -1182,7 +1157,7 @@ def batches_to_pad():
 @pytest.mark.parametrize('combiner', ['sum', 'mean', 'sqrtn'])
 def test_padded_lookup(combiner, weights, behavior):
     model_fn = regression(padded_lookup(combiner, weights), 'adagrad')
-    ours, _ = compare(model_fn, batches_to_pad(), 4, static=False, preprocess=to_sparse)
+    ours, _ = compare(model_fn, batches_to_pad(), 4, **SPARSE)
     once = steps.of_graph(ours.graph).plan.once
     assert not any(name.startswith(('embedding_lookup_sparse', 'Pad')) for name in once)
     assert 'gradients/Pad_grad/Slice_1' not in once
@@ -1192,12 +1167,7 @@ def test_padded_lookup(combiner, weights, behavior):
 @pytest.mark.parametrize('weights', [False, True])
 def test_microbatches_of_padded_lookups(weights, microbatches):
     model_fn = regression(padded_lookup('mean', weights), 'adagrad')
-    options = {'static': False, 'preprocess': to_sparse}
-    one = train(model_fn, batches_to_pad(), 0, **options)
-    ours = train(
-        model_fn, batches_to_pad(), 2, values=one.start, microbatches=microbatches, **options
-    )
-    assert_same(ours, one)
+    compare(model_fn, batches_to_pad(), 2, microbatches=microbatches, **SPARSE)
 
 
 def other_paddings(features):
@@ -1250,14 +1220,10 @@ def test_other_paddings(towers, static, behavior):
         return to_sparse(features, labels)
 
     batches = [(features, None) for features, _ in batches_to_pad()]
-    options = {'mode': MODES.PREDICT, 'static': static, 'preprocess': preprocess}
-    options['values'] = {'table': floats(IDS, WIDTH), 'global_step': 0}
-    for batch in batches:
-        given = [batch] if static else batches
-        one, ours = [evaluate(model_fn, given, n, **options) for n in (0, towers)]
-        assert_close(ours.predictions, one.predictions, 1e-5)
-        if not static:
-            break
+    values = {'table': floats(IDS, WIDTH), 'global_step': 0}
+    options = {'static': static, 'preprocess': preprocess, 'values': values}
+    for given in [[batch] for batch in batches] if static else [batches]:
+        compare_predictions(model_fn, given, towers, **options)
 
 
 def two_plain_lookups(features):
@@ -1287,17 +1253,17 @@ def test_two_plain_lookups(behavior):
         made['dense'] = tf.cast(made['dense'], tf.float32)
         return made, labels
 
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': preprocess}
+    options = {'static': False, 'preprocess': preprocess}
     names = ['table', 'other/table', 'scale', 'other/scale']
     options['values'] = {name: np.float32(1) for name in names}
     options['values'] |= {name: floats(IDS, WIDTH) for name in names[:2]} | {'global_step': 0}
     whole, half = entry_in_last_row(batches_of(*ALL)), entries_to_the_middle(batches_of(12, 7, 30))
     for batches in (whole, half, whole + half):
-        one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
-        assert_close(ours.predictions, one.predictions, 1e-5)
+        compare_predictions(model_fn, batches, 3, **options)
 
     [(features, _)] = batches = entry_in_last_row(batches_of(12))
     features['indices of weights'] = np.minimum(features['indices'], [6, COLUMNS])
+    options['mode'] = MODES.PREDICT
     with pytest.raises(tf.errors.InvalidArgumentError):
         evaluate(model_fn, batches, 0, **options)
     message = r'must be the same in feature .+ and feature .+: sums.+ \[(7 12|12 7)\]'
@@ -1342,7 +1308,5 @@ def test_rows_that_meet_in_a_branch(behavior):
         features['weights'] = np.append(features['weights'], np.float32(1))
         indices = features['indices of weights']
         features['indices of weights'] = np.concatenate([indices, [[0, 0]]])
-    options = {'mode': MODES.PREDICT, 'static': False, 'preprocess': to_sparse}
-    options['values'] = {'table': floats(IDS, WIDTH), 'scale': np.float32(1), 'global_step': 0}
-    one, ours = [evaluate(model_fn, batches, n, **options) for n in (0, 3)]
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    values = {'table': floats(IDS, WIDTH), 'scale': np.float32(1), 'global_step': 0}
+    compare_predictions(model_fn, batches, 3, values=values, **SPARSE)

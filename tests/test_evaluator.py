@@ -14,14 +14,6 @@ pytestmark = pytest.mark.core
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """A list whose entry is the time."""
-    now = [100.0]
-    monkeypatch.setattr(evaluator.time, 'monotonic', lambda: now[0])
-    return now
-
-
-@pytest.fixture
 def saved(monkeypatch):
     """A list of the checkpoints so far."""
     names = []

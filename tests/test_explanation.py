@@ -12,9 +12,8 @@ from matplotlib.figure import Figure
 import estimator_mgpu
 from estimator_mgpu.devices import has_useless_passes
 from estimator_mgpu.partition.micro_batches.schedule import Join, Schedule
-from estimator_mgpu.reports import pictures
+from estimator_mgpu.reports import pictures, start_of_training
 from estimator_mgpu.reports.notebooks import Table, html_of
-from estimator_mgpu.reports.start_of_training import _micro_batches
 from models import floats, spec_of, step
 
 TOWERS = ['/device:CPU:0', '/device:CPU:1', '/device:CPU:2']
@@ -163,6 +162,13 @@ def test_the_log_says_how_the_batch_is_divided(devices, rows, line, caplog):
     estimator.evaluate(batch_of(rows))  # It says it once a training.
     [found] = lines_of(caplog)
     assert f'its examples go to {line}' in found
+
+
+def test_where_nobody_logs_it_nobody_looks_what_runs_once(monkeypatch):
+    """In a large graph, that takes a while."""
+    monkeypatch.setattr(start_of_training, '_run_once', None)
+    tf.logging.set_verbosity(tf.logging.WARN)
+    explain()
 
 
 def own(**passes):
@@ -507,8 +513,10 @@ def test_what_would_save_too_little():
 
     text = str(explain(with_mean, microbatches=2))
     assert 'micro-batches\n  none, as they would save only ' in text
-    text = str(explain(recompute=True))
-    assert 'computed twice\n  no op, as that would save too little of all activations' in text
+    found = explain(recompute=True)
+    said = 'no op, as that would save too little of all activations'
+    assert f'computed twice\n  {said}' in str(found)
+    assert f'computed twice: {said}' in cells_of(found._repr_html_())
 
 
 RUNS = ' Each device runs 3 micro-batches one after another, and keeps'
@@ -526,7 +534,7 @@ def test_the_log_says_what_micro_batches_save(share):
     with tf.Graph().as_default():
         tf.reduce_mean(tf.zeros([4, 3]), 0, name='mean')
         schedule = Schedule(3, set(), share, [Join('mean', 1 - share)])
-        assert _micro_batches(schedule) == SAVES[share]
+        assert start_of_training._micro_batches(schedule) == SAVES[share]
 
 
 def test_the_log_warns_that_there_is_no_gpu(caplog):

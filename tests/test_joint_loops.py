@@ -1,5 +1,7 @@
 """Loops whose steps all towers make together: examples decide how many, or are summed inside."""
 
+import functools
+
 import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
@@ -7,6 +9,7 @@ import tensorflow.compat.v1 as tf
 import estimator_mgpu
 import towers
 from estimator_mgpu import steps
+from models import sequences
 
 STEPS, WIDTH = 5, 3
 MODELS = {}
@@ -161,10 +164,7 @@ def model_fn_of(function):
     return model_fn
 
 
-def batches(*sizes):
-    random = np.random.default_rng(2)
-    shapes = [((size, STEPS, WIDTH), (size, WIDTH)) for size in sizes]
-    return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
+batches = functools.partial(sequences, STEPS, WIDTH)
 
 
 def check(name, sizes, static):

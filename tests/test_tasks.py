@@ -644,13 +644,12 @@ def test_each_session_begins_as_all_meet(chief, pads, monkeypatch, tmp_path):
     monkeypatch.setattr(chief, '_check_cluster', mock.Mock(side_effect=differs))
     chief._restarts = mock.Mock()
     chief._model_dir = str(tmp_path)
-    with tf.Graph().as_default():
-        scaffold = sessions.wait_for_tasks(tf.train.Scaffold(init_op=tf.no_op()))
+    with tf.Graph().as_default() as graph:
         with pytest.raises(ValueError, match='TF_CONFIG differs'):
-            scaffold.finalize()
+            sessions.begin(graph)
         chief._restarts.begin.assert_not_called()
         chief._check_cluster.side_effect = None
-        scaffold.finalize()
+        sessions.begin(graph)
     chief._restarts.begin.assert_called_once_with()
     assert chief._restarts.pause.call_count == 2
 

@@ -83,9 +83,7 @@ def test_ids_and_their_rows_once(three_machines):
         classes=2,
         batch=600,
     )
-    tasks = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
-    devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
-    moved = traffic.count_clicks(model, three_machines, devices)
+    moved = traffic.count_clicks(model, three_machines, traffic.devices_of(3, 2))
     assert len(moved.sent) == len(moved.received) == 3
     sent = sum(moved.sent.values())
     assert sent == sum(moved.received.values())

@@ -1,5 +1,6 @@
 """Loops and branches of TensorFlow 1, which are made of ops: sharded, exact, also if imported."""
 
+import functools
 import time
 
 import numpy as np
@@ -11,6 +12,7 @@ import towers
 from estimator_mgpu import steps
 from estimator_mgpu.tf_internals.liveness import Liveness
 from estimator_mgpu.tf_internals.v1_loops import find_loops
+from models import sequences
 
 pytestmark = pytest.mark.core
 STEPS, WIDTH = 4, 3
@@ -342,10 +344,7 @@ def _update_average(output):
     return tf.assign(average, 0.9 * average + 0.1 * tf.reduce_mean(tf.abs(output)))
 
 
-def batches(*sizes):
-    random = np.random.default_rng(2)
-    shapes = [((size, STEPS, WIDTH), (size, WIDTH)) for size in sizes]
-    return [tuple(random.normal(size=shape).astype('f') for shape in pair) for pair in shapes]
+batches = functools.partial(sequences, STEPS, WIDTH)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 
 import pytest
 import tensorflow.compat.v1 as tf
@@ -10,6 +9,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.cluster import watch
 from estimator_mgpu.cluster.end_of_chief import EndOfChief
 from estimator_mgpu.cluster.leadership import Leadership
+from towers import wait_for
 
 WORKER, PS = '/job:worker/task:0', '/job:ps/task:0'
 
@@ -87,14 +87,6 @@ def end(task, leadership):
     end.told = []
     end.tell = lambda *ending: end.told.append(ending)
     return end
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """A list whose entry is the time."""
-    now = [1000.0]
-    monkeypatch.setattr(watch.time, 'monotonic', lambda: now[0])
-    return now
 
 
 @pytest.fixture
@@ -241,13 +233,6 @@ def test_a_checkpoint_does_not_wait_for_tasks_that_have_gone(task, watching, clo
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(watch, '_ASK_EVERY', 0.01)
-
-
-def wait_for(condition):
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def has_answered(looks, name):

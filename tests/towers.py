@@ -17,6 +17,7 @@ it may write once more when it finds no batch.
 import contextlib
 import functools
 import socket
+import time
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -253,6 +254,14 @@ def free_addresses(count):
         return ['{}:{}'.format(*one.getsockname()) for one in free]
 
 
+def wait_for(condition):
+    """Waits up to a minute for what another thread does."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def saved_in(model_dir):
     """The variables of the last checkpoint."""
     reader = tf.train.load_checkpoint(str(model_dir))
@@ -311,6 +320,12 @@ def compare(model_fn, batches, towers, *, rtol=1e-5, **options):
     return ours, one
 
 
+def compare_predictions(model_fn, batches, towers, **options):
+    """Predicts on one device and on several; it has to agree."""
+    one, ours = (evaluate(model_fn, batches, n, mode=MODES.PREDICT, **options) for n in (0, towers))
+    assert_close(ours.predictions, one.predictions, 1e-5)
+
+
 def compare_outputs(programs, batches, towers, **options):
     """Computes what programs make of batches, on one device and on several; it has to agree.
 
@@ -333,10 +348,7 @@ def compare_outputs(programs, batches, towers, **options):
                 outputs[program.__name__] = program(features)
         return tf.estimator.EstimatorSpec(mode, predictions=outputs)
 
-    batches = [(features, None) for features in batches]
-    one = evaluate(model_fn, batches, 0, mode=MODES.PREDICT, **options)
-    ours = evaluate(model_fn, batches, towers, mode=MODES.PREDICT, **options)
-    assert_close(ours.predictions, one.predictions, 1e-5)
+    compare_predictions(model_fn, [(features, None) for features in batches], towers, **options)
 
     reasons = {program.__name__: set() for program in programs}
     for name, (why, _) in steps.of_graph(graphs[-1]).plan.once.items():

@@ -19,7 +19,8 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.errors import step_errors
-from estimator_mgpu.tf_internals import error_messages, op_types, private
+from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.error_messages import reason_in_sentence
 
 # TensorFlow's errors of a file that can't be written. What writes summaries raises RuntimeError.
 _WRITE_ERRORS = (
@@ -121,23 +122,14 @@ def _check_sources(model_dir: str, path: str | None, warm_start: Any) -> None:
         check(warm_start.ckpt_to_initialize_from)
 
 
-def explain_restore_errors(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
+def explain_restore_errors(saver: Any) -> None:
     """Lets a scaffold's saver say which checkpoint it can't restore, also after a fault.
 
     A file that is too short raises OutOfRangeError, which would be taken for the end of the data.
     """
-    finalize = scaffold.finalize
-
-    def finalize_and_wrap_restore() -> Any:
-        result = finalize()
-        saver = scaffold.saver
-        is_wrapped = 'restore' in vars(saver)
-        if isinstance(saver, tf.train.Saver) and not is_wrapped:
-            saver.restore = functools.partial(_restore, saver.restore)
-        return result
-
-    scaffold.finalize = finalize_and_wrap_restore
-    return scaffold
+    is_wrapped = 'restore' in vars(saver)
+    if isinstance(saver, tf.train.Saver) and not is_wrapped:
+        saver.restore = functools.partial(_restore, saver.restore)
 
 
 def _restore(restore: Any, session: tf.Session, path: str) -> None:
@@ -194,7 +186,7 @@ def _op_type(error: Exception) -> str | None:
 
 def _is_of_other_variables(error: Exception) -> bool:
     """Whether a checkpoint's files are as they should be, but another model's."""
-    return 'not found in checkpoint' in _reason(error)
+    return 'not found in checkpoint' in reason_in_sentence(error)
 
 
 def _restored_path(error: tf.errors.OpError) -> str | None:
@@ -211,7 +203,7 @@ def is_of_writing(error: Exception, model_dir: str) -> bool:
         return False
 
     # A RuntimeError of TensorFlow's says 'FILE; No space left on device'. Others may be anybody's.
-    reason = _reason(error)
+    reason = reason_in_sentence(error)
     if isinstance(error, RuntimeError) and '; ' not in reason:
         return False
     return _is_in_or_above(reason, model_dir)
@@ -224,11 +216,6 @@ def _is_in_or_above(reason: str, model_dir: str) -> bool:
     return path.startswith(directory) or directory.startswith(path)
 
 
-def _reason(error: Exception) -> str:
-    """What is wrong, to be part of a sentence."""
-    return error_messages.reason(error).rstrip('.')
-
-
 def _unwritable(error: Exception, model_dir: str) -> Exception:
     """The error to raise for a model_dir that can't be written to."""
     name = last_checkpoint_name(model_dir)
@@ -237,8 +224,8 @@ def _unwritable(error: Exception, model_dir: str) -> Exception:
         kept = f'The checkpoints are kept, and training goes on from {name}'
     return _with_text(
         error,
-        f"{model_dir} can't be written to: {_reason(error)}. {kept}. Make room there, or let this "
-        'process write there, and start again.',
+        f"{model_dir} can't be written to: {reason_in_sentence(error)}. {kept}. Make room there, "
+        'or let this process write there, and start again.',
     )
 
 
@@ -246,7 +233,8 @@ def _unreadable(error: Exception, path: str) -> Exception:
     """The error to raise for a checkpoint that can't be restored."""
     directory, name = os.path.split(path)
     remedy = _remedy(os.path.join(directory, 'checkpoint'), unusable=name)
-    return _with_text(error, f"The checkpoint {path} can't be read: {_reason(error)}. {remedy}")
+    reason = reason_in_sentence(error)
+    return _with_text(error, f"The checkpoint {path} can't be read: {reason}. {remedy}")
 
 
 def _with_text(error: Exception, text: str) -> Exception:

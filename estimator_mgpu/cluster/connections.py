@@ -27,11 +27,9 @@ def peers_at(addresses: Iterable[str]) -> set[Peer]:
     """Where connections to these addresses lead, as far as their names are known now."""
     found = set()
     for address in addresses:
-        with contextlib.suppress(OSError):  # A host that has gone may have no address.
-            for *_, (ip, port, *_) in socket.getaddrinfo(
-                reach.host_of(address), reach.port_of(address), type=socket.SOCK_STREAM
-            ):
-                found.add((str(ip), int(port)))
+        # A host that has gone may have no place.
+        for *_, (ip, port, *_) in reach.places_of(address) or ():
+            found.add((str(ip), int(port)))
     return found
 
 

@@ -46,18 +46,17 @@ class Ending(NamedTuple):
         try:
             incarnation, error, status, *more = json.loads(text)  # no more in version 0.2
             ending = cls(incarnation, error, status, *more)
+            has_types = (
+                isinstance(ending.incarnation, str)
+                and isinstance(ending.error, (str, type(None)))
+                and isinstance(ending.status, (int, type(None)))
+                and isinstance(ending.at, (int, float))
+                and isinstance(ending.untold, (list, tuple))
+            )
+            if not has_types:
+                raise TypeError('A field is of another type.')
         except (RecursionError, TypeError, ValueError) as cause:
             raise ValueError(f'{text[:40]!r} is no ending of a chief.') from cause
-
-        has_types = (
-            isinstance(ending.incarnation, str)
-            and isinstance(ending.error, (str, type(None)))
-            and isinstance(ending.status, (int, type(None)))
-            and isinstance(ending.at, (int, float))
-            and isinstance(ending.untold, (list, tuple))
-        )
-        if not has_types:
-            raise ValueError(f'{text[:40]!r} is no ending of a chief.')
         return ending._replace(untold=tuple(ending.untold))
 
     def text(self) -> str:
@@ -114,11 +113,8 @@ def write(model_dir: str, ending: Ending) -> None:
     A chief that ends writes nothing if the file is another chief's, which has replaced it.
     """
     before = read(model_dir)
-    if (
-        ending.status is not None
-        and before is not None
-        and before.incarnation != ending.incarnation
-    ):
+    is_anothers = before is not None and before.incarnation != ending.incarnation
+    if ending.status is not None and is_anothers:
         return
 
     # A file is renamed in one go, so that nobody reads half of it.

@@ -26,22 +26,21 @@ def listens(address: str) -> bool:
 
 def described(name: str, address: str) -> str:
     """Describes a task that can't be reached: its address, and why, if that's known."""
-    host, port = _host_and_port(address)
-    try:
-        socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except OSError:
-        return f'{name} at {address} (the name {host} does not resolve)'
+    if places_of(address) is None:
+        return f'{name} at {address} (the name {host_of(address)} does not resolve)'
     return f'{name} at {address}'
+
+
+def places_of(address: str) -> list[Any] | None:
+    """What `socket.getaddrinfo` says an address leads to; None if its name doesn't resolve."""
+    with contextlib.suppress(OSError):
+        return socket.getaddrinfo(*_host_and_port(address), type=socket.SOCK_STREAM)
+    return None
 
 
 def host_of(address: str) -> str:
     """Returns the host of an address."""
     return _host_and_port(address)[0]
-
-
-def port_of(address: str) -> int:
-    """Returns the port of an address."""
-    return _host_and_port(address)[1]
 
 
 def is_server(address: str) -> bool:
@@ -112,13 +111,8 @@ def _connect(address: str) -> socket.socket:
 
 def _begun_connections(address: str) -> list[socket.socket]:
     """Returns connections to all that an address's name leads to, without waiting for them."""
-    try:
-        places = socket.getaddrinfo(*_host_and_port(address), type=socket.SOCK_STREAM)
-    except OSError:  # The name doesn't resolve.
-        return []
-
     begun = []
-    for family, kind, protocol, _, place in places:
+    for family, kind, protocol, _, place in places_of(address) or ():
         with contextlib.suppress(OSError):  # This machine may have no IPv6.
             connection = socket.socket(family, kind, protocol)
             connection.setblocking(False)

@@ -50,14 +50,13 @@ def _ending_of_service(task: Task, model_dir: str) -> Ending:
         def look_without_chief() -> Ending | None:
             return look() or _missed_ending(task, notes, file)
 
-        ending = look()
-        while ending is None:
+        while True:
             now = time.monotonic()
             # A chief that saves is slow to answer.
             has_to_answer = now > next_answer_at and task.sigterm_at is None
-            ending = task.wait([CHIEF], look_without_chief, answering=has_to_answer)
+            ending = look() or task.wait([CHIEF], look_without_chief, answering=has_to_answer)
             if ending is not None:
-                break
+                return ending
             if has_to_answer:
                 next_answer_at = now + _CHECK_EVERY
 
@@ -68,8 +67,6 @@ def _ending_of_service(task: Task, model_dir: str) -> Ending:
             if task.sigterm_at is not None and time.monotonic() > task.sigterm_at + _AFTER_SIGTERM:
                 raise SystemExit(SIGTERM_STATUS)
             time.sleep(1)
-            ending = look()
-    return ending
 
 
 def _renew_connections(task: Task, notes: Notes) -> None:

@@ -1,12 +1,9 @@
 """What a session on several machines needs: that all tasks are there, and that each op has one.
 
-In: the scaffold of a training's EstimatorSpec. Out: the same, whose `finalize()` sees to both.
-`MonitoredSession` calls it before the first session, and again before each one after a fault.
+In: the graph of a training, before each of its sessions. Out: the same, when both are seen to.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import tensorflow.compat.v1 as tf
 
@@ -15,18 +12,10 @@ from estimator_mgpu.devices import CHIEF, device_spec
 from estimator_mgpu.tf_internals import graphs, private
 
 
-def wait_for_tasks(scaffold: tf.train.Scaffold) -> tf.train.Scaffold:
-    """Lets a scaffold's sessions wait for all tasks."""
-    finalize = scaffold.finalize
-
-    def finalize_and_wait() -> Any:
-        result = finalize()
-        place_on_chief(tf.get_default_graph())
-        join.chief().begin_session()
-        return result
-
-    scaffold.finalize = finalize_and_wait
-    return scaffold
+def begin(graph: tf.Graph) -> None:
+    """Prepares the default graph for a session, and waits for all tasks."""
+    place_on_chief(graph)
+    join.chief().begin_session()
 
 
 def place_on_chief(graph: tf.Graph) -> None:

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.arguments import is_positive_integer
 from estimator_mgpu.batches import batch
 from estimator_mgpu.custom_ops import op_calls, runs, trials
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.plan import OpPlan
 from estimator_mgpu.partition.rules import RULES
-from estimator_mgpu.steps import is_positive_integer
 from estimator_mgpu.tf_internals import function_calls
 from estimator_mgpu.tf_internals.effects import has_side_effect
 

@@ -29,6 +29,7 @@ from estimator_mgpu.tf_internals import (
     op_types,
     tf_estimator,
 )
+from estimator_mgpu.tf_internals.error_messages import reason_in_sentence
 
 AUTO = 'auto'
 _MODES = tf_estimator.estimator.ModeKeys
@@ -226,7 +227,7 @@ class Attempt:
         """Logs how many micro-batches the next attempt has, and where it begins."""
         checkpoint = checkpoint_files.last_checkpoint_name(self._call.model_dir) or 'the start'
         text = (
-            f'Out of memory: {_reason(error)}. From now on, each device runs {count} '
+            f'Out of memory: {reason_in_sentence(error)}. From now on, each device runs {count} '
             'micro-batches, one after another. '
             f'{_GOES_ON[self._call.mode].format(checkpoint=checkpoint)}. If there is an input_fn, '
             'it is called anew.'
@@ -268,12 +269,7 @@ def _failed(error: tf.errors.OpError, step: steps.Step) -> _Failed:
     name = error_messages.node_name(error) if error.op is None else error.op.name
     copy = step.names.copy_of(name) if step.names is not None and name is not None else None
     device = '' if error.op is None else error.op.device
-    return _Failed(name if copy is None else copy.op_name, device, _reason(error))
-
-
-def _reason(error: Exception) -> str:
-    """What is wrong, to be part of a sentence."""
-    return error_messages.reason(error).rstrip('.')
+    return _Failed(name if copy is None else copy.op_name, device, reason_in_sentence(error))
 
 
 def _without_remedy(
@@ -287,7 +283,7 @@ def _without_remedy(
       obstacle: why more would not help.
     """
     text = (
-        f'Out of memory: {_reason(error)}. Each device had {count} micro-batch(es), and more would '
-        f'not help: {obstacle.why}. {memory_advice.remedies(useless=obstacle.useless)}'
+        f'Out of memory: {reason_in_sentence(error)}. Each device had {count} micro-batch(es), and '
+        f'more would not help: {obstacle.why}. {memory_advice.remedies(useless=obstacle.useless)}'
     )
     return _TooLittleMemory(error.node_def, error.op, text)

@@ -68,31 +68,24 @@ def build(
         noted = functools.partial(auto.noted, mode)
         options = {**options, 'microbatches': auto.count(mode), 'noted': noted}
 
-    ops_before = len(tf.get_default_graph().get_operations())
+    graph = tf.get_default_graph()
+    ops_before = len(graph.get_operations())
     # The tensors are listed before the model_fn is called: it may take some out of a dict.
     tensors = end_of_data.tensors_of(features, labels)
-    if len(devices) == 1 and options['microbatches'] == 1:
-        spec, step = _build_on_one(call, features, labels, options, devices[0])
-    else:
-        spec, step = _build_on_several(call, features, labels, options, devices, machines)
+    spec, step = _built(call, features, labels, options, devices, machines)
 
-    end_of_data.hold_writes(tf.get_default_graph(), tensors, result_ops(spec))
+    results = result_ops(spec)
+    end_of_data.hold_writes(graph, tensors, results)
     if step.facts is not None:
-        graph = tf.get_default_graph()
-        check.check(
-            step.facts,
-            graph,
-            result_ops(spec),
-            step.names,
-            step.tower_devices,
-            not_held=end_of_data.writes_to_hold(graph, tensors, result_ops(spec))[0],
-        )
+        not_held, _ = end_of_data.writes_to_hold(graph, tensors, results)
+        check.check(step.facts, graph, results, step.names, step.tower_devices, not_held)
+
     spec = _with_scaffold(spec, waits_for_tasks=bool(machines))
     spec = step_errors.explain_errors(spec)
     if step.plan is not None or step.recomputation is not None:
-        refused_gradients.refuse(tf.get_default_graph(), ops_before)
+        refused_gradients.refuse(graph, ops_before)
     steps.record(step)
-    graph_defs.serialize_once(tf.get_default_graph())
+    graph_defs.serialize_once(graph)
     graph_defs.write_text_by_c()
     if mode in (None, tf_estimator.estimator.ModeKeys.TRAIN):
         log_sharding(options['devices'], options['microbatches'], arguments.get('config'))
@@ -111,31 +104,7 @@ def _is_export(features_and_labels: Sequence[Any], mode: str | None) -> bool:
     return any(op.type in op_types.PLACEHOLDERS for op in graphs.ancestors(ops))
 
 
-def _build_on_one(
-    call: Callable[..., Any], features: Any, labels: Any, options: dict[str, Any], tower: str
-) -> tuple[Any, steps.Step]:
-    """Builds a graph for one device; returns its EstimatorSpec and a `Step`."""
-    leaves = batch.leaves_of(features, labels, options['broadcast'])
-    tensors = end_of_data.tensors_of(features, labels)
-    existing_ops = {op.name for op in tf.get_default_graph().get_operations()}
-    spec = call('' if options['devices'] is None else tower)
-    with no_garbage_collection():
-        open_pairs = decide_order(spec)
-        before = facts.noted(tf.get_default_graph(), result_ops(spec))
-
-        examples = batch.examples_of(leaves)
-        recomputation = _recompute(spec, tensors, existing_ops, options)
-    return spec, steps.Step(
-        examples,
-        spec.loss,
-        [tower],
-        recomputation=recomputation,
-        open_pairs=open_pairs,
-        facts=before,
-    )
-
-
-def _build_on_several(
+def _built(
     call: Callable[..., Any],
     features: Any,
     labels: Any,
@@ -143,21 +112,41 @@ def _build_on_several(
     devices: list[str],
     machines: dict[str, list[str]] | None,
 ) -> tuple[Any, steps.Step]:
-    """Builds a graph for several devices; returns its EstimatorSpec and a `Step`."""
-    global_batch = batch.look_at(features, labels, options['broadcast'])
-    tensors = end_of_data.tensors_of(features, labels)
-    existing_ops = {op.name for op in tf.get_default_graph().get_operations()}
+    """Calls the model_fn, and divides its graph if there are several towers.
 
-    spec = call()
+    Args:
+      call: as for `build()`; so are `options`, `devices` and `machines`.
+      features: what the model_fn is called with.
+      labels: likewise.
+
+    Returns:
+      The EstimatorSpec and a `Step`.
+    """
+    graph = tf.get_default_graph()
+    existing_ops = {op.name for op in graph.get_operations()}
+    tensors = end_of_data.tensors_of(features, labels)
+    broadcast = options['broadcast']
+    has_one_tower = len(devices) == 1 and options['microbatches'] == 1
+
+    if has_one_tower:
+        leaves = batch.leaves_of(features, labels, broadcast)
+        spec = call('' if options['devices'] is None else devices[0])
+    else:
+        global_batch = batch.look_at(features, labels, broadcast)
+        spec = call()
+
     with no_garbage_collection():
         open_pairs = decide_order(spec)
-        servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
-        place_variables(options['variables'], servers or devices, existing_ops)
+        if has_one_tower:
+            step = steps.Step(batch.examples_of(leaves), spec.loss, devices)
+        else:
+            servers = [f'{name}/device:CPU:0' for name in machines or () if '/job:ps' in name]
+            place_variables(options['variables'], servers or devices, existing_ops)
+            global_batch = unknown_ranks.shapes_told_by_model(global_batch)
+            spec, step = _divided(spec, global_batch, devices, existing_ops, options)
 
-        global_batch = unknown_ranks.shapes_told_by_model(global_batch)
-        spec, step = _divided(spec, global_batch, devices, existing_ops, options)
         if step.plan is None:
-            before = facts.noted(tf.get_default_graph(), result_ops(spec))
+            before = facts.noted(graph, result_ops(spec))
             recomputation = _recompute(spec, tensors, existing_ops, options)
             step = step._replace(facts=before, recomputation=recomputation)
     return spec, step._replace(open_pairs=open_pairs)
@@ -250,12 +239,22 @@ def _recomputes(spec: Any, options: dict[str, Any]) -> bool:
 
 
 def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
-    """An EstimatorSpec with a scaffold that knows of checkpoints and other tasks.
+    """An EstimatorSpec with a scaffold that sees to checkpoints and other tasks.
 
-    Errors of checkpoints are explained, and no device copies its variables to save them.
+    `MonitoredSession` finalizes it before the first session, and again before each one after a
+    fault.
     """
-    scaffold = checkpoint_files.explain_restore_errors(spec.scaffold or tf.train.Scaffold())
-    scaffold = large_checkpoints.save_without_copies(scaffold)
-    if waits_for_tasks:
-        scaffold = sessions.wait_for_tasks(scaffold)
+    scaffold = spec.scaffold or tf.train.Scaffold()
+    finalize = scaffold.finalize
+
+    def finalize_for_session() -> Any:
+        result = finalize()  # Now there is a saver.
+        graph = tf.get_default_graph()
+        checkpoint_files.explain_restore_errors(scaffold.saver)
+        large_checkpoints.save_without_copies(graph)
+        if waits_for_tasks:
+            sessions.begin(graph)
+        return result
+
+    scaffold.finalize = finalize_for_session
     return spec._replace(scaffold=scaffold)

@@ -107,6 +107,7 @@ class Explanation(NamedTuple):
         notes = [[entry] for entry in self._counts_of_ops()]
         notes += [[entry] for entry in self._hot_spots()]
         notes += [[f'micro-batches: {entry}'] for entry in self._micro_batches()]
+        notes += [[f'computed twice: {entry}'] for entry in self._computed_twice()]
         notes += [[f'of unknown rank, so it runs once: {name}'] for name in self.unknown]
 
         columns = ['device', 'examples', 'variables', 'sends a step', 'receives', 'messages sent']
@@ -120,17 +121,22 @@ class Explanation(NamedTuple):
 
     def _devices(self) -> list[pictures.Device]:
         """What each device has: first those with towers, then others that have variables."""
-        counts: Sequence[Any] = self.examples_per_tower or ['its share of the'] * len(self.towers)
         names = dict.fromkeys([*self.towers, *self.variables, *self.traffic])
         names.pop(_NOWHERE, None)
 
         devices = []
         for name in names:
-            examples = [str(n) for tower, n in zip(self.towers, counts) if tower == name]
+            examples = [count for tower, count in self._examples() if tower == name]
             trained = [one.variable for one in self.gradients if one.device == name]
             size = self.variables.get(name, 0)
             devices.append(pictures.Device(name, ' + '.join(examples), size, trained))
         return devices
+
+    def _examples(self) -> list[tuple[str, str]]:
+        """The device of each tower, and how many examples the tower has, as text."""
+        if self.examples_per_tower is None:
+            return [(tower, 'its share of the') for tower in self.towers]
+        return list(zip(self.towers, map(str, self.examples_per_tower)))
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -144,7 +150,6 @@ class Explanation(NamedTuple):
 
     def _sections(self) -> dict[str, list[str]]:
         """The entries of each section of the table, by its title."""
-        counts: Sequence[Any] = self.examples_per_tower or ['its share of the'] * len(self.towers)
         gradients = []
         for gradient in self.gradients:
             size = _bytes_sent(gradient)
@@ -159,7 +164,7 @@ class Explanation(NamedTuple):
             for op in self.once
         ]
         return {
-            'towers': [f'{device}: {n} examples' for device, n in zip(self.towers, counts)],
+            'towers': [f'{device}: {count} examples' for device, count in self._examples()],
             'variables': [f'{device}: {_size(n)}' for device, n in self.variables.items()],
             'gradients': gradients,
             'between devices, each step': traffic,

@@ -33,16 +33,25 @@ def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
       config: the RunConfig of the training; None if it isn't known.
     """
     step = steps.of_graph(tf.get_default_graph())
+    most = step.most_microbatches
+    has_too_many_turns = step.plan is not None and most is not None and microbatches > most
+    nothing_is_sharded = step.plan is None and len(step.devices) > 1
+    is_on_cpu = device_spec(step.devices[0]).device_type == 'CPU'
+    lacks_gpu = len(step.devices) == 1 and step.plan is None and devices is None and is_on_cpu
+
+    # More devices, or others, were asked for than have anything to do.
+    is_unexpected = has_too_many_turns or nothing_is_sharded or lacks_gpu
+    level = tf.logging.WARN if is_unexpected else tf.logging.INFO
+    if not tf.get_logger().isEnabledFor(level):
+        return  # To find what runs once takes about a hundredth of start-up.
+
     counts: Sequence[Any] = step.examples_per_device or ['its share'] * len(step.devices)
     towers = ', '.join(f'{device} ({n})' for device, n in zip(step.devices, counts))
     text = f'The input_fn gives the global batch; its examples go to {towers}.'
-    level = tf.logging.INFO
-
     if step.plan is not None:
         text += f' {len(step.plan.ops)} ops are sharded.{_run_once(step.plan)}'
         text += _useless_passes(devices, config)
-    elif len(step.devices) > 1:
-        level = tf.logging.WARN  # More devices were asked for than have anything to do.
+    elif nothing_is_sharded:
         text = (
             'Nothing is sharded: fewer examples than devices, or none in a dense or sparse tensor '
             'of known rank.'
@@ -52,15 +61,12 @@ def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
                 ' NumPy arrays become constants of the graph. Let the input_fn give tensors: '
                 'tf.data.Dataset.from_tensor_slices((features, labels)).batch(100).'
             )
-    elif devices is None and device_spec(step.devices[0]).device_type == 'CPU':
-        level = tf.logging.WARN  # The user may expect GPUs.
+    elif lacks_gpu:
         text += (
             ' That is one CPU device, as TensorFlow finds no GPU; devices=2 makes two logical CPU '
             'devices.'
         )
-    most = step.most_microbatches
-    if step.plan is not None and most is not None and microbatches > most:
-        level = tf.logging.WARN
+    if has_too_many_turns:
         text += f' microbatches={microbatches} is more than a device has examples: {most}.'
     if step.schedule is not None:
         text += _micro_batches(step.schedule)

@@ -81,6 +81,11 @@ def reason(error: Exception) -> str:
     return type(error).__name__
 
 
+def reason_in_sentence(error: Exception) -> str:
+    """The same without a full stop, to be part of a sentence."""
+    return reason(error).rstrip('.')
+
+
 def node_name(error: Exception) -> str | None:
     """The name of the first node that an error is about; None if it names none."""
     match = _NODE.search(_message(error))

@@ -17,6 +17,8 @@ import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import tf_export
 
+from estimator_mgpu.arguments import check_input_fn
+
 _REMOVED = {
     'distribute.estimator_training': 'For the devices of one machine use estimator_mgpu.replicate.',
     'tpu.session_support': 'Estimators on TPUs need TensorFlow 2.15.',
@@ -76,15 +78,6 @@ def strategies_of(config: Any) -> dict[str, Any]:
     names = ('experimental_distribute', 'train_distribute', 'eval_distribute')
     strategies = {name: getattr(config, f'_{name}', None) for name in names}
     return {name: strategy for name, strategy in strategies.items() if strategy is not None}
-
-
-def check_input_fn(input_fn: Any) -> None:
-    """Raises TypeError if it's no function: a Dataset, say."""
-    if not callable(input_fn):
-        raise TypeError(
-            f'input_fn={input_fn!r} is of {type(input_fn).__name__}. Give a function that makes '
-            'the batches: lambda: dataset.'
-        )
 
 
 def features_and_labels(estimator: Any, input_fn: Any, mode: str) -> tuple[Any, Any, list[Any]]:
