@@ -192,7 +192,7 @@ class Copies:
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
             full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
-            return self._zeros_like(full, tensor, device) if tower.number > 0 else full
+            return self._nodes.add('ZerosLike', [full], device) if tower.number > 0 else full
         if placement is not None and not isinstance(placement, (Shard, Partial, CountedByTower)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
@@ -211,14 +211,10 @@ class Copies:
         full = self._values.local_in_loop(tensor, tower, loops)
         if isinstance(need, Slice):
             shards = self._values.batch_shards
-            dtype = tensor.dtype.base_dtype
-            return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+            return shards.slice(full, need.axis, need.factor, tower, device)
         if need == FULL_ON_FIRST and tower.number > 0:
-            return self._zeros_like(full, tensor, device)
+            return self._nodes.add('ZerosLike', [full], device)
         return full
-
-    def _zeros_like(self, value: str, tensor: tf.Tensor, device: str) -> str:
-        return self._nodes.add('ZerosLike', [value], device, T=tensor.dtype.base_dtype)
 
     def _sizes(
         self, tensor: tf.Tensor, need: LocalShape | Constant | FullSizes, tower: Tower
@@ -232,17 +228,17 @@ class Copies:
         if isinstance(need, LocalShape) and len(need.entries) > 1:
             is_scalar = False  # It may take the place of a -1, which asks for any shape.
         sizes = shards.local_sizes(need, tower, is_scalar, dtype)
-        flat = self._nodes.tensor(sizes, dtype, dtype)
+        flat = self._nodes.tensor(sizes, dtype)
         if not isinstance(need, LocalShape) or tensor.shape.rank != 2:
             return flat
-        types = {'T': dtype, 'Tshape': tf.int32}  # Paddings are a matrix.
-        return self._nodes.add('Reshape', [flat, tensor.shape.as_list()], self._nodes.host, **types)
+        # Paddings are a matrix.
+        return self._nodes.add('Reshape', [flat, tensor.shape.as_list()], self._nodes.host)
 
     def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:
         """The numbers of the entries that a tower's rows have."""
         _, size = self._values.shards_of(need.rows).extent(need.factor, tower, dtype)
         ends = [self._nodes.scalar(number, dtype) for number in (0, size, 1)]
-        return self._nodes.add('Range', ends, tower.device, Tidx=dtype)
+        return self._nodes.add('Range', ends, tower.device)
 
     def _full_operand(
         self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False
@@ -280,10 +276,9 @@ class Copies:
         operands = self._values_of_variables(op, op_plan, operands, device)
         function_operands = []
         for tensor, operand in zip(op.inputs, operands):
-            dtype = tensor.dtype.base_dtype
-            if dtype != tf.resource:
+            if tensor.dtype != tf.resource:
                 # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
-                operand = self._nodes.add('Identity', [operand], tower.device, T=dtype)
+                operand = self._nodes.add('Identity', [operand], tower.device)
             function_operands.append(operand)
         return function_operands
 
@@ -304,6 +299,6 @@ class Copies:
                 read = self._nodes.add(
                     'ReadVariableOp', [operand, *before], source, dtype=need.dtype
                 )
-                operand = self._sender.send(read, need.dtype, source, device)
+                operand = self._sender.send(read, source, device)
             values.append(operand)
         return values

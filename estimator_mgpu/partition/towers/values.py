@@ -158,9 +158,7 @@ class Values:
             if op_name not in self._paddings:
                 return copy
             rank = len(self._plan.sizes.dims(tensor) or [])
-            return self._sums_of_entries.padded(
-                copy, tensor.dtype.base_dtype, rank, self._paddings[op_name], tower
-            )
+            return self._sums_of_entries.padded(copy, rank, self._paddings[op_name], tower)
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.batch_shards.join_parts(parts, tower)
@@ -172,20 +170,19 @@ class Values:
         """A tower's slice of a full value, taken on the device that has the full value."""
         shards = self.shards_of(need.rows)
         device = self.origins.device_of_full(tensor)
-        dtype = tensor.dtype.base_dtype
         full = self._sure_of_rows(tensor, need, device)
         if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
             places = self._places(need.rows, tower)
-            return self._nodes.take(full, dtype, places, device, tf.int64, need.axis)
+            return self._nodes.take(full, places, device, need.axis)
         if need.in_blocks:
             dims = list(self._plan.sizes.dims(tensor) or [])
             dims[need.axis] = need.factor * full_size(need.rows)
-            return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
+            return shards.slice_of_blocks(full, need.axis, dims, tower, device)
         if need.axis == 0 and self._waits_as_bits(tensor):
             packed = bits.pack(self._nodes, full, tensor, device)
-            rows = shards.slice(packed, bits.PACKED, 0, need.factor, tower, device)
+            rows = shards.slice(packed, 0, need.factor, tower, device)
             return bits.unpack(self._nodes, rows, tensor, tower.device)
-        return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+        return shards.slice(full, need.axis, need.factor, tower, device)
 
     def _sure_of_rows(self, tensor: tf.Tensor, need: Slice, device: str) -> str:
         """The full value of which towers take slices, which has to have all rows, and no more.
@@ -202,12 +199,11 @@ class Values:
         if dims and may_be_paired(dims[need.axis], need.rows):
             others = self._title_of_dense(need.rows)
             titles = f'{self._title_of_dense(dims[need.axis].rows)}, {others}'
-            return self._if_as_many_entries(tensor, full, need.axis, count, titles, device)
+            return self._if_as_many_entries(full, need.axis, count, titles, device)
         # A split into `count` rows and none fails if there are more or fewer. Grappler would remove
         # one into a single part.
-        parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
-        types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
-        return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
+        parts = self._nodes.tensor([count, 0], tf.int64)
+        return self._nodes.add('SplitV', [full, parts, need.axis], device, num_split=2)
 
     def _title_of_dense(self, rows: RowSpace | None) -> str:
         """What a message calls the dense tensor with some of whose entries a row space begins."""
@@ -217,31 +213,26 @@ class Values:
         return self._dense_titles.get(dense.name, dense.name)
 
     def _if_as_many_entries(
-        self, tensor: tf.Tensor, full: str, axis: int, others: Number, titles: str, device: str
+        self, full: str, axis: int, others: Number, titles: str, device: str
     ) -> str:
         """A full value, which fails unless it has as many entries as others have.
 
         Args:
-          tensor: what one device has.
-          full: its full value.
+          full: the value.
           axis: the dimension along which the entries are.
           others: how many others there are, int64.
           titles: what the message calls the tensors, this one first.
           device: that of the full value.
         """
         nodes = self._nodes
-        dtype = tensor.dtype.base_dtype
-        shape = nodes.add('Shape', [full], device, T=dtype, out_type=tf.int64)
-        types = {'Tparams': tf.int64, 'Tindices': tf.int32}
-        count = nodes.add('Gather', [shape, axis], nodes.host, **types)
-        counts = nodes.tensor([count, others], tf.int64, tf.int64)
+        shape = nodes.add('Shape', [full], device, out_type=tf.int64)
+        count = nodes.add('Gather', [shape, axis], nodes.host)
+        counts = nodes.tensor([count, others], tf.int64)
         message = nodes.const(f'{_OTHER_ENTRIES} {titles} are', tf.string, nodes.host)
-        same = nodes.add('Equal', [count, nodes.scalar(others, tf.int64)], nodes.host, T=tf.int64)
-        check = nodes.add(
-            'Assert', [same, message, counts], nodes.host, T=(tf.string, tf.int64), summarize=2
-        )
+        same = nodes.add('Equal', [count, nodes.scalar(others, tf.int64)], nodes.host)
+        check = nodes.add('Assert', [same, message, counts], nodes.host, summarize=2)
         waits = f'^{check.partition(":")[0]}'
-        return nodes.add('Identity', [full, waits], device, T=dtype)
+        return nodes.add('Identity', [full, waits], device)
 
     def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
         """Whether a full value waits for its turns as bits: a mask that isn't the batch's."""
@@ -256,18 +247,15 @@ class Values:
             return self._row_splits(need, tower)
         positions = self._positions_of_entries(need, tower)
         device = self.origins.device_of_full(tensor)
-        dtype = tensor.dtype.base_dtype
         full = self.full(tensor)
         if isinstance(need, SparseRows) and tensor.name in self._plan.at_others_entries:
             full = self._as_many_values(tensor, need.indices)
-        taken = self._nodes.take(full, dtype, positions, device)
+        taken = self._nodes.take(full, positions, device)
         if isinstance(need, RaggedRows) or tensor.name != need.indices:
             return taken
         shards = self.shards_of(need.rows)
         columns = tensor.shape.as_list()[1]
-        return sparse_features.count_from_first(
-            shards, taken, dtype, columns, need.factor, tower, device
-        )
+        return sparse_features.count_from_first(shards, taken, columns, need.factor, tower, device)
 
     def _as_many_values(self, values: tf.Tensor, indices_name: str) -> str:
         """Values that are used with the entries of another sparse tensor, one by one.
@@ -295,21 +283,15 @@ class Values:
             bounds, device = self._bounds_of_rows(need)
             return ragged_features.positions(shards, bounds, tower, device)
         indices = self._graph.get_tensor_by_name(need.indices)
-        return sparse_features.positions(
-            shards,
-            self.full(indices),
-            indices.dtype,
-            need.factor,
-            tower,
-            self.origins.device_of_full(indices),
-        )
+        device = self.origins.device_of_full(indices)
+        return sparse_features.positions(shards, self.full(indices), need.factor, tower, device)
 
     def _row_splits(self, need: RaggedRows, tower: Tower) -> str:
         """The row splits of a tower's rows."""
         bounds, device = self._bounds_of_rows(need)
         dtype = self._graph.get_tensor_by_name(need.splits).dtype
         splits = ragged_features.row_splits(self.shards_of(need.rows), bounds, tower, device)
-        return self._nodes.cast(splits, tf.int64, dtype, device)
+        return self._nodes.cast(splits, dtype, device)
 
     def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
         """Where the rows of a ragged tensor begin and end among its values; and the device."""
@@ -319,9 +301,7 @@ class Values:
         bounds = ragged_features.bounds(
             self._nodes,
             self.full(splits),
-            splits.dtype,
             self.full(values),
-            values.dtype,
             self.origins.device_of_full(values),
             device,
         )
@@ -333,16 +313,16 @@ class Values:
             return self._positions_of_entries(self._plan.entries[rows.name], tower)
         host = self._nodes.host
         order = self._order_of_entries(rows, host)
-        ranks = self._nodes.add('InvertPermutation', [order], host, T=tf.int32)
-        ranks = self._nodes.cast(ranks, tf.int32, tf.int64, host)
-        return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
+        ranks = self._nodes.add('InvertPermutation', [order], host)
+        ranks = self._nodes.cast(ranks, tf.int64, host)
+        return self.shards_of(rows).slice(ranks, 0, ONE, tower, host)
 
     def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
         """How the joined rows of all towers are put in order: an argsort of their `_numbers`."""
         numbers = [self._numbers(rows, tower) for tower in self._towers]
         origin = self.shards_of(rows.origin)
-        joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
-        return self._nodes.argsort(joined, tf.int64, device)
+        joined = reduce_and_gather.gather_selection(origin, numbers, 0, device)
+        return self._nodes.argsort(joined, device)
 
     def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
         """For each of a tower's rows, a number that grows along the full value."""
@@ -352,8 +332,8 @@ class Values:
         numbers = self._numbers(rows.picked_from, tower)
         picked = self._graph.get_tensor_by_name(rows.name)
         local = self.local(picked, tower)
-        vector = self._nodes.add('Reshape', [local, [-1]], tower.device, T=picked.dtype)
-        return self._nodes.take(numbers, tf.int64, vector, tower.device, picked.dtype)
+        vector = self._nodes.add('Reshape', [local, [-1]], tower.device)
+        return self._nodes.take(numbers, vector, tower.device)
 
     def counted_from_first(
         self,
@@ -374,15 +354,14 @@ class Values:
         columns = dims[-1].static if len(dims) > 1 else 1
         assert columns is not None, 'the rule knows how long an index is'
         return sparse_features.count_from_first(
-            shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
+            shards, indices, columns, need.factor, tower, device
         )
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
         """The reduced value of towers' partial results in joint loops, on the first device."""
         values = [self.local_in_loop(tensor, tower, loops) for tower in self._towers]
-        dtype = tensor.dtype.base_dtype
         shards = self.shards_of(need.rows)
-        return reduce_and_gather.reduce(shards, values, dtype, need.reduce, self._towers[0].device)
+        return reduce_and_gather.reduce(shards, values, need.reduce, self._towers[0].device)
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
@@ -429,9 +408,8 @@ class Values:
         """How many different ids all towers have together."""
         full = self.full(ids)
         device = self.origins.device_of_full(ids)
-        shape = self._nodes.add('Shape', [full], device, T=ids.dtype, out_type=tf.int32)
-        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
-        return self._nodes.add('Gather', [shape, 0], host_of(device), **types)
+        shape = self._nodes.add('Shape', [full], device, out_type=tf.int32)
+        return self._nodes.add('Gather', [shape, 0], host_of(device))
 
     def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
@@ -447,10 +425,9 @@ class Values:
             return {name: self.local(tensor, self._towers[0])}  # It's the same on all towers.
 
         rows = placement.rows
-        dtype = tensor.dtype.base_dtype
         device = self.origins.device_of_full(tensor)
         if name in self._packs:
-            return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
+            return self._reduce_pack(self._packs[name], self.shards_of(rows), device)
 
         values = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(rows, UniqueRows):
@@ -460,20 +437,16 @@ class Values:
         if isinstance(rows, SelectedRows) and not placement.in_blocks:
             # They are joined as they are, so it needn't be known how many each tower has picked.
             origin = self.shards_of(rows.origin)
-            gathered = reduce_and_gather.gather_selection(
-                origin, values, dtype, placement.axis, device
-            )
+            gathered = reduce_and_gather.gather_selection(origin, values, placement.axis, device)
             if not rows.is_ordered:
                 order = self._order_of_entries(rows, device)
-                gathered = self._nodes.take(
-                    gathered, dtype, order, device, tf.int32, placement.axis
-                )
+                gathered = self._nodes.take(gathered, order, device, placement.axis)
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
         in_blocks = placement.in_blocks
         gather = reduce_and_gather.gather_blocks if in_blocks else reduce_and_gather.gather
-        return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
+        return {name: gather(self.shards_of(rows), values, placement.axis, dims, device)}
 
     def reduced_on(self, tensor: tf.Tensor, device: str, is_for_all: bool = False) -> str:
         """The value of which towers have partial results, reduced on a device.
@@ -487,19 +460,18 @@ class Values:
         if placement.reduce == MOMENTS:
             return self._reduce_moments(tensor, placement.rows, device)
         shards = self.shards_of(placement.rows)
-        dtype = tensor.dtype.base_dtype
         if tensor.name in self._packs_of_ops:
             pack = self._packs_of_ops[tensor.name]
-            return self._reduce_pack(pack, shards, dtype, device)[tensor.name]
+            return self._reduce_pack(pack, shards, device)[tensor.name]
         values = [self.local(tensor, tower) for tower in self._towers]
         is_known = tensor.shape.is_fully_defined()
         if placement.reduce == 'sum' and is_known and not is_for_all:
             parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
             if parts:
                 return reduce_and_gather.sum_in_slices(
-                    shards, values, dtype, self._slices, parts, tensor.shape.as_list(), device
+                    shards, values, self._slices, parts, tensor.shape.as_list(), device
                 )
-        return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
+        return reduce_and_gather.reduce(shards, values, placement.reduce, device)
 
     def _make_full_of_ids(
         self, tensor: tf.Tensor, placement: Shard | Partial, values: Sequence[str], device: str
@@ -512,16 +484,14 @@ class Values:
         merged = unique_ids.merge(
             origin,
             [self.local(ids, tower) for tower in self._towers],
-            ids.dtype,
             rows.is_sorted,
             self._first_entries(rows, ids),
             self.origins.device_of_full(ids),
         )
         if tensor.name == rows.name:
             return {tensor.name: merged.ids}
-        dtype = tensor.dtype.base_dtype
         combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
-        return {tensor.name: combine(origin, merged, values, dtype, device)}
+        return {tensor.name: combine(origin, merged, values, device)}
 
     def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
         """For each tower, with which entry of the batch each of its different ids comes first.
@@ -531,14 +501,12 @@ class Values:
         if rows.picked_from is None:
             return []
         _, places = ids.op.outputs
-        types = {'T': tf.int64, 'Tindices': places.dtype, 'Tnumsegments': tf.int32}
         firsts = []
         for tower in self._towers:
-            count = self._nodes.add(
-                'Size', [self.local(ids, tower)], tower.device, T=ids.dtype, out_type=tf.int32
-            )
+            local = self.local(ids, tower)
+            count = self._nodes.add('Size', [local], tower.device, out_type=tf.int32)
             inputs = [self._numbers(rows.picked_from, tower), self.local(places, tower), count]
-            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device, **types))
+            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device))
         return firsts
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
@@ -560,7 +528,7 @@ class Values:
 
         shards = self.shards_of(rows)
         full_mean, full_variance = reduce_and_gather.reduce_moments(
-            shards, means, variances, tensor.dtype, factor, device
+            shards, means, variances, factor, device
         )
         return full_mean if tensor.value_index == mean.value_index else full_variance
 
@@ -569,7 +537,7 @@ class Values:
         dtype = tensor.dtype.base_dtype
         entries = self._plan.sizes.entries(tensor) or []
         values = [self.batch_shards.size_value(size, None, dtype) for size in entries]
-        return self._nodes.tensor(values if tensor.shape.rank else values[0], dtype, dtype)
+        return self._nodes.tensor(values if tensor.shape.rank else values[0], dtype)
 
     def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
         """A size that is dead if the op that asked for it is: in a branch that isn't taken.
@@ -579,21 +547,18 @@ class Values:
         """
         tower = self._towers[0]
         operand = next(o for o in tensor.op.inputs if o.name in self._plan.placements)
-        types = {'T': operand.dtype.base_dtype, 'out_type': tf.int32}
-        asked = self._nodes.add('Shape', [self.local(operand, tower)], tower.device, **types)
+        local = self.local(operand, tower)
+        asked = self._nodes.add('Shape', [local], tower.device, out_type=tf.int32)
         is_alive = f'^{asked.partition(":")[0]}'
-        dtype = tensor.dtype.base_dtype
-        return self._nodes.add('Identity', [size, is_alive], self._nodes.host, T=dtype)
+        return self._nodes.add('Identity', [size, is_alive], self._nodes.host)
 
-    def _reduce_pack(
-        self, pack: Pack, shards: Shards, dtype: tf.DType, device: str
-    ) -> dict[str, str]:
+    def _reduce_pack(self, pack: Pack, shards: Shards, device: str) -> dict[str, str]:
         """Sums the partial sums of all tensors of a pack, as vectors."""
         vectors = []
         for tower in self._towers:
             values = [self.local(tensor, tower) for tensor in pack.tensors]
             vectors.append(pack.join(values, self._nodes, tower.device))
-        total = reduce_and_gather.reduce(shards, vectors, dtype, 'sum', device)
+        total = reduce_and_gather.reduce(shards, vectors, 'sum', device)
         return pack.split(total, self._nodes, device)
 
     def _symbol_value(self, symbol: Any, tower: Tower | None, dtype: tf.DType) -> Number:
@@ -618,18 +583,16 @@ class Values:
             else:
                 vector = self._as_vector(tensor, dtype)
                 index = symbol.position
-            types = {'Tparams': dtype, 'Tindices': tf.int32}
-            return self._nodes.add('Gather', [vector, index], host, **types)
+            return self._nodes.add('Gather', [vector, index], host)
 
     def _largest_entry(self, tensor: tf.Tensor, position: int, dtype: tf.DType) -> str:
         """The largest of the entries that towers have at a position of a vector."""
-        types = {'Tparams': tensor.dtype, 'Tindices': tf.int32}
         entries = []
         with self._nodes.for_many():
             for tower in self._towers:
                 local = self.local(tensor, tower)
-                entries.append(self._nodes.add('Gather', [local, position], tower.device, **types))
-            return self._largest(entries, tensor.dtype, dtype)
+                entries.append(self._nodes.add('Gather', [local, position], tower.device))
+            return self._largest(entries, dtype)
 
     def _longest_row(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """How many values the longest row has, of row splits, or of what towers have of rows."""
@@ -639,34 +602,30 @@ class Values:
             host = nodes.host
             if not isinstance(placement, Positions):
                 device = self.origins.device_of_full(tensor)
-                longest = ragged_features.longest(nodes, self.full(tensor), tensor.dtype, device)
-                return nodes.cast(longest, tensor.dtype, dtype, host)
+                longest = ragged_features.longest(nodes, self.full(tensor), device)
+                return nodes.cast(longest, dtype, host)
             shards = self.shards_of(placement.rows)
             of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
             for tower in self._towers:
                 _, count = shards.extent(placement.factor, tower, tensor.dtype)
                 rows = self.local(tensor, tower)
                 count = nodes.scalar(count, tensor.dtype)
-                of_towers.append(
-                    ragged_features.most_in_a_row(
-                        nodes, rows, tensor.dtype, count, host_of(tower.device)
-                    )
-                )
-            return self._largest(of_towers, tf.int64, dtype)
+                on_host = host_of(tower.device)
+                of_towers.append(ragged_features.most_in_a_row(nodes, rows, count, on_host))
+            return self._largest(of_towers, dtype)
 
-    def _largest(self, scalars: Sequence[str], source: tf.DType, dtype: tf.DType) -> str:
+    def _largest(self, scalars: Sequence[str], dtype: tf.DType) -> str:
         """The largest of some scalars, in another type than theirs."""
         host = self._nodes.host
-        vector = self._nodes.add('Pack', scalars, host, T=source, N=len(scalars))
-        largest = self._nodes.add('Max', [vector, 0], host, T=source, Tidx=tf.int32)
-        return self._nodes.cast(largest, source, dtype, host)
+        vector = self._nodes.add('Pack', scalars, host)
+        largest = self._nodes.add('Max', [vector, 0], host)
+        return self._nodes.cast(largest, dtype, host)
 
     def _as_vector(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
         """The entries of a tensor, as a vector."""
-        tensor_dtype = tensor.dtype.base_dtype
         host = self._nodes.host
-        vector = self._nodes.add('Reshape', [self.full(tensor), [-1]], host, T=tensor_dtype)
-        return self._nodes.cast(vector, tensor_dtype, dtype, host)
+        vector = self._nodes.add('Reshape', [self.full(tensor), [-1]], host)
+        return self._nodes.cast(vector, dtype, host)
 
     def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
         """The shape of what a tower has of a tensor, or of the full value if towers have none."""
@@ -678,4 +637,4 @@ class Values:
         else:
             value = self.full(tensor)
             device = self.origins.device_of_full(tensor)
-        return self._nodes.add('Shape', [value], device, T=tensor.dtype.base_dtype, out_type=dtype)
+        return self._nodes.add('Shape', [value], device, out_type=dtype)
