@@ -115,12 +115,8 @@ class Edges:
         frame = self._builder.frame_of(name)
         if frame is None:
             return None
-        copy = self._builder.names.copy_of(frame)
-        if copy is not None:
-            return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
-        # It's the one frame of a joint loop, which is no tower's.
-        loop = frame.removeprefix(f'{self._builder.scope}/all_towers/')
-        return self._copy(0, self._loops_by_frame[loop])
+        copy = self._builder.names.frame_of(frame)
+        return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
 
     def _find_added_to_loops(self) -> dict[Unit, list[str]]:
         """The added nodes that are in v1 loops and aren't copies, by the loops' units."""
