@@ -128,7 +128,8 @@ class NodeBuilder:
         """Adds a node like another, by its full name."""
         node = self.graph_def.node.add()
         node.CopyFrom(definition)
-        node.name, node.device = name, device
+        node.name = name
+        node.device = device
         node.input[:] = inputs
         self._nodes[name] = node
         self._served_by[name] = self._served

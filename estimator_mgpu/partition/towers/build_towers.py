@@ -214,7 +214,7 @@ def _collect_nodes(
     waits = Waits(ops, plan, division.order, origins)
     packs = find_packs(division, ops, origins.device_of_full)
     slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
-    small = find_small(plan, division.order, towers, origins, packs, waits)
+    small = find_small(division, towers, origins, packs, waits)
     values = Values(division, origins, packs, small.packs, slices, towers, nodes)
     sender = Sender(values, packs, slices, devices, nodes)
     everywhere = Everywhere(small, plan, towers, values, nodes)
@@ -244,16 +244,8 @@ def _units_of_step(
     Args:
       results: what the step is run for, as rewrites have left it.
     """
-    full_values = collected.values.full_values
-    edges = Edges(
-        division.graph,
-        division.plan,
-        collected.nodes,
-        full_values,
-        collected.control_inputs,
-        division.loops,
-        tower_count,
-    )
+    nodes, values, _, control_inputs = collected
+    edges = Edges(division, nodes, values.full_values, control_inputs, tower_count)
     return StepUnits(edges, [edges.unit_of_result(result) for result in results])
 
 
