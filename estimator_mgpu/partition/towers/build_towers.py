@@ -129,7 +129,8 @@ class Towers:
                 # Many tensors wait for the same, as gradients do for all updates of averages.
                 effects = self._waits.effects_of(replacements)
                 if effects not in waits:
-                    waits[effects] = self._after(self._waits.ops_of(effects, tensor.op), tensor.op)
+                    before = self.division.order.ops_for(effects, tensor.op)
+                    waits[effects] = self._after(before, tensor.op)
                 values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)
         return values
 

@@ -49,9 +49,8 @@ def gather(
     gathered = shards.nodes.concat(of_chains, axis, device)
     if shards.active is None:
         return gathered
-    index = index_type(dims[axis])
-    extent = (0, shards.size_value(dims[axis], None, index))
-    return shards.cut(gathered, axis, extent, device, index)
+    extent = (0, shards.size_value(dims[axis], None, index_type(dims[axis])))
+    return shards.cut(gathered, axis, extent, device)
 
 
 def _concat_chain(
@@ -65,9 +64,8 @@ def _concat_chain(
 
     factor = per_row(size, shards.rows)
     assert factor is not None
-    index = index_type(size)
-    extent = (0, shards.count_of_chain(factor, chain, index))
-    return shards.cut(joined, axis, extent, device, index)
+    extent = (0, shards.count_of_chain(factor, chain, index_type(size)))
+    return shards.cut(joined, axis, extent, device)
 
 
 def gather_selection(shards: Shards, values: Sequence[str], axis: int, device: str) -> str:

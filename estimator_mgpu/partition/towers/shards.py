@@ -75,8 +75,8 @@ class Shards:
         self._symbol_value = symbol_value
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
-        # Those of slices, with the types of their integers.
-        self._extents_with_types: dict[tuple[Size, int], tuple[Extent, tf.DType]] = {}
+        # By how many entries a row has, and the tower's number.
+        self._extents_of_slices: dict[tuple[Size, int], Extent] = {}
 
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
@@ -137,16 +137,11 @@ class Shards:
 
     def slice(self, full: str, axis: int, factor: Size, tower: Tower, device: str) -> str:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
-        extent, index = self._extent_with_type(factor, tower)
-        return self.cut(full, axis, extent, device, index)
-
-    def _extent_with_type(self, factor: Size, tower: Tower) -> tuple[Extent, tf.DType]:
-        """A tower's extent, and the type of its integers: found once for all that is sliced."""
         key = factor, tower.number
-        if key not in self._extents_with_types:
+        if key not in self._extents_of_slices:
             index = index_type(factor * full_size(self.rows))
-            self._extents_with_types[key] = self.extent(factor, tower, index), index
-        return self._extents_with_types[key]
+            self._extents_of_slices[key] = self.extent(factor, tower, index)
+        return self.cut(full, axis, self._extents_of_slices[key], device)
 
     def slice_of_blocks(
         self, full: str, axis: int, dims: Sequence[Size], tower: Tower, device: str
@@ -190,9 +185,7 @@ class Shards:
         shape = self.nodes.tensor([*before, *blocks_and_rows, *after], tf.int64)
         return self.nodes.add('Reshape', [value, shape], device)
 
-    def cut(
-        self, value: str, axis: int, extent: Extent, device: str, index: tf.DType = tf.int32
-    ) -> str:
+    def cut(self, value: str, axis: int, extent: Extent, device: str) -> str:
         """The entries of an extent along an axis, taken on a device.
 
         It's a `StridedSlice` rather than a `Slice`, as that keeps the other dimensions' static
@@ -200,6 +193,7 @@ class Shards:
         """
         start, size = extent
         end = self._add(start, size)
+        index = index_type(Size(end)) if isinstance(end, int) else self.nodes.dtype(end)
         begin_vector = self.nodes.tensor([*[0] * axis, start], index)
         end_vector = self.nodes.tensor([*[0] * axis, end], index)
         strides = self.nodes.tensor([1] * (axis + 1), index)
