@@ -48,7 +48,7 @@ class NodeBuilder:
         self.graph_def.versions.CopyFrom(graph.graph_def_versions)
         # Names of nodes, by what they are: the same node is added only once.
         self._names: dict[Hashable, str] = {}
-        self._nodes: dict[str, Any] = {}  # these, and copies, by name
+        self._added: dict[str, Any] = {}  # these nodes, by name
         self._dtypes: dict[str, tf.DType] = {}  # of tensors, by name, as far as somebody has asked
         self.waits: dict[str, Sequence[tf.Operation]] = {}
         """Ops of the graph that a node waits for, by the node's name."""
@@ -116,12 +116,14 @@ class NodeBuilder:
 
     def _find_dtype(self, name: str) -> tf.DType:
         op_name, _, index = name.partition(':')
-        node = self._nodes.get(op_name)
+        node = self._added.get(op_name)
         if node is not None:
             outputs = private.op_definition(node.op).output_arg
             return [dtype for output in outputs for dtype in types_of(node, output)][int(index)]
-        copy = self.names.copy_of(op_name)  # A copy may be named before it's added.
-        op = self.graph.get_operation_by_name(op_name if copy is None else copy.op_name)
+        op = self._served_by.get(op_name)  # A copy serves the op of which it's one,
+        if op is None:
+            copy = self.names.copy_of(op_name)  # and may be named before it's added.
+            op = self.graph.get_operation_by_name(op_name if copy is None else copy.op_name)
         return op.outputs[int(index)].dtype.base_dtype
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
@@ -131,7 +133,6 @@ class NodeBuilder:
         node.name = name
         node.device = device
         node.input[:] = inputs
-        self._nodes[name] = node
         self._served_by[name] = self._served
         return node
 
@@ -223,9 +224,9 @@ class NodeBuilder:
 
     def cast(self, value: str, dtype: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""
-        return (
-            value if self.dtype(value) == dtype else self.add('Cast', [value], device, DstT=dtype)
-        )
+        if self.dtype(value) == dtype:
+            return value
+        return self.add('Cast', [value], device, DstT=dtype)
 
     def after(self, ops: Sequence[tf.Operation], device: str) -> str:
         """Adds a NoOp that waits for ops of the graph; returns it as a control input."""
@@ -251,7 +252,8 @@ class NodeBuilder:
             definition = make()
             served = '' if self._served is None or self._is_for_many else self._served.name
             self._names[key] = self.names.added(served, f'{definition.op}_{len(self._names)}')
-            self.copy(definition, self._names[key], inputs, device)
+            name = self._names[key]
+            self._added[name] = self.copy(definition, name, inputs, device)
         return self._names[key]
 
     def build(self, results: Set[str] = frozenset()) -> None:
@@ -264,10 +266,9 @@ class NodeBuilder:
         nodes_of_results = {name.partition(':')[0] for name in results}
 
         inputs = self._inputs_from_graph()
-        added_once = set(self._names.values())
 
         def may_move(node: Any) -> bool:
-            is_added = node.name in added_once and f'{node.name}:0' not in self._frames
+            is_added = node.name in self._added and f'{node.name}:0' not in self._frames
             return is_added and node.name not in nodes_of_results
 
         host_memory.move_to_host(self.graph_def.node, inputs, may_move)
