@@ -178,12 +178,12 @@ class Copies:
         if op.name in self._plan.frames:
             return self._operand_in_loop(op, tensor, need, tower, device)
         if isinstance(need, Slice):
-            return self._values.parts.slice(tensor, need, tower)
+            return self._values.local_parts.slice(tensor, need, tower)
         if isinstance(need, (SparseRows, RaggedRows)):
-            return self._values.parts.of_feature(tensor, need, tower)
+            return self._values.local_parts.of_feature(tensor, need, tower)
         if isinstance(need, CountedFromFirst):
             indices = self._operand(op, tensor, need.indices, tower, device)
-            return self._values.parts.counted_from_first(tensor, indices, need, tower, device)
+            return self._values.local_parts.counted_from_first(tensor, indices, need, tower, device)
         if isinstance(need, (LocalShape, Constant)):
             return self._sizes(tensor, need, tower)
         if isinstance(need, LocalRange):

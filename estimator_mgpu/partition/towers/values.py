@@ -28,8 +28,8 @@ from estimator_mgpu.partition.sizes import (
 )
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers import reduce_and_gather, unique_ids
+from estimator_mgpu.partition.towers.local_parts import LocalParts
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.parts import Parts
 from estimator_mgpu.partition.towers.row_spaces import ShardsOfRows
 from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import op_types
@@ -46,7 +46,7 @@ class Values:
     Attributes:
       origins: tells which full values are made from local ones.
       shards: which rows towers have, and the values of sizes.
-      parts: what towers take of full values.
+      local_parts: what towers take of full values.
       full_values: the full values that were made from local ones so far, by the names of tensors.
     """
 
@@ -70,7 +70,7 @@ class Values:
         self._packs_of_ops = packs_of_ops
         self._slices = slices
         self.shards = ShardsOfRows(division, origins, towers, nodes, self)
-        self.parts = Parts(division, origins, towers, nodes, self.shards, self)
+        self.local_parts = LocalParts(division, origins, towers, nodes, self.shards, self)
 
         self.full_values: dict[str, str] = {}
 
@@ -88,8 +88,8 @@ class Values:
         if len(parts) > 1:
             return self.shards.of_batch.join_parts(parts, tower)
         if tensor.name in self._plan.entries:
-            return self.parts.of_feature(tensor, self._plan.entries[tensor.name], tower)
-        return self.parts.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
+            return self.local_parts.of_feature(tensor, self._plan.entries[tensor.name], tower)
+        return self.local_parts.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def local_in_loop(self, tensor: tf.Tensor, tower: Tower, loops: Sequence[LoopFrame]) -> str:
         """What a tower has of a tensor in v1 loops, so that what is added of it is there, too."""
@@ -143,7 +143,7 @@ class Values:
             origin = self.shards.of(rows.origin)
             gathered = reduce_and_gather.gather_selection(origin, values, placement.axis, device)
             if not rows.is_ordered:
-                order = self.parts.order_of_entries(rows, device)
+                order = self.local_parts.order_of_entries(rows, device)
                 gathered = self._nodes.take(gathered, order, device, placement.axis)
             return {name: gathered}
 
@@ -241,7 +241,11 @@ class Values:
         for tower in self._towers:
             local = self.local(ids, tower)
             count = self._nodes.add('Size', [local], tower.device, out_type=tf.int32)
-            inputs = [self.parts.numbers(rows.picked_from, tower), self.local(places, tower), count]
+            inputs = [
+                self.local_parts.numbers(rows.picked_from, tower),
+                self.local(places, tower),
+                count,
+            ]
             firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device))
         return firsts
 

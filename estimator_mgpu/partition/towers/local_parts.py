@@ -44,7 +44,7 @@ _OTHER_ENTRIES = (
 )
 
 
-class Parts:
+class LocalParts:
     """Takes towers' parts of full values.
 
     Args:
