@@ -148,12 +148,9 @@ def test_constants_are_made_where_they_are_used():
     places = {(tf.int32, host): gpu, (tf.int64, host): gpu, (tf.float32, gpu): gpu}
     with tf.Graph().as_default() as graph:
         nodes = NodeBuilder(graph, 'replicate', host, None)
-        used = [
-            nodes.add('Neg', [nodes.const(1, dtype, device)], gpu, T=dtype)
-            for dtype, device in places
-        ]
+        used = [nodes.add('Neg', [nodes.const(1, dtype, device)], gpu) for dtype, device in places]
         size = nodes.const([1, 1], tf.int64, host)
-        reshaped = nodes.add('Reshape', [used[-1], size], gpu, T=tf.float32, Tshape=tf.int64)
+        reshaped = nodes.add('Reshape', [used[-1], size], gpu)
         nodes.build()
         found = [graph.get_tensor_by_name(name).op.inputs[0].device for name in used]
         assert graph.get_tensor_by_name(reshaped).op.inputs[1].device == host

@@ -347,8 +347,8 @@ def test_rows_are_cut_by_what_can_count_them(entries, index):
         towers = towers_of(['/device:CPU:0'] * 2)
         shards = EqualShards(rows, total, towers, nodes, lambda *of: shards.total_as(of[-1]))
         whole = tf.range(5 * entries)
-        parts = [shards.slice(whole.name, tf.int32, 0, Size(entries), t, '') for t in towers]
-        joined = gather(shards, parts, tf.int32, 0, [Size(entries, (rows,))], '')
+        parts = [shards.slice(whole.name, 0, Size(entries), t, '') for t in towers]
+        joined = gather(shards, parts, 0, [Size(entries, (rows,))], '')
         nodes.build()
         cuts = [op for op in graph.get_operations() if op.type == 'StridedSlice']
         assert {op.get_attr('Index') for op in cuts if op.name.startswith('replicate/Str')} == {

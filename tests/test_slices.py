@@ -215,16 +215,16 @@ class Recorder:
             self.messages += 1
         return size
 
-    def split(self, value, sizes, dtype, device):
+    def split(self, value, sizes, device):
         assert sum(sizes) == self.use(value, device)
         if len(sizes) == 1:
             return [value]
         return [self.add(f'{value}[{n}]', [], device, size) for n, size in enumerate(sizes)]
 
-    def concat(self, values, axis, dtype, device):
+    def concat(self, values, axis, device):
         return self.add('concat', values, device) if len(values) > 1 else values[0]
 
-    def sum(self, values, dtype, device):
+    def sum(self, values, device):
         [size] = {self.use(value, device) for value in values}
         return self.add('sum', values, device, size) if len(values) > 1 else values[0]
 
@@ -247,10 +247,10 @@ def count(sent, devices):
                 nodes.use(value.name, device)
                 nodes.use(gradient.name, owner)
             continue
-        handed = Handed(nodes, found, parts, value, tf.float32)
+        handed = Handed(nodes, found, parts, value)
         for device in devices:
             assert device == owner or nodes.use(handed.on(device), device) == size
-        for total in add_up(nodes, found, sums, vectors, tf.float32):
+        for total in add_up(nodes, found, sums, vectors):
             nodes.use(total, owner)
     return nodes
 

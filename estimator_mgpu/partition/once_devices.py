@@ -8,7 +8,7 @@ Only the gradient of a table's rows, which is summed by id, may be on a device w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -40,12 +40,47 @@ def place_ops(division: Division) -> None:
 
     It sets `division.full_value_devices`.
     """
-    graph = division.graph
     plan = division.plan
-    liveness = Liveness(graph.get_operations())
     devices: dict[tf.Operation, str] = {}  # What isn't in here may be anywhere.
-    movable: list[tf.Operation] = []
-    colocated: set[tf.Operation] = set()  # of these
+    movable = _movable_ops(division.graph, plan, devices)
+    local = {name: division.graph.get_tensor_by_name(name) for name in plan.placements}
+    full_value_devices: dict[str, str] = {}
+
+    # What a variable's update is computed from is placed where the update is. A small result is
+    # rather sent.
+    _place_where_used(movable, devices, only_large=True)
+    _place_full_values(local, full_value_devices, devices)
+
+    _spread_draws([op for op in movable if op not in devices], division.devices, devices)
+    _place_at_inputs(movable, devices, full_value_devices)
+
+    # Ops of which no large input has a device, as those that prepare the ids for a lookup.
+    _place_where_used(movable, devices)
+    _place_full_values(local, full_value_devices, devices)
+    _share_out_ids(plan, division.devices, full_value_devices)
+
+    for op, is_colocated in movable.items():
+        if op in devices:
+            device = devices[op]
+            if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
+                device = kernels.device_for(op.node_def, device, division.graph)
+            if is_colocated:
+                private.clear_colocation(op)
+            private.set_device(op, device)
+    division.full_value_devices = full_value_devices
+
+
+def _movable_ops(
+    graph: tf.Graph, plan: Plan, devices: dict[tf.Operation, str]
+) -> dict[tf.Operation, bool]:
+    """The ops that run once and may be moved, in order, and whether each is colocated with others.
+
+    Args:
+      plan: which ops are sharded.
+      devices: of ops, to which those of ops that can't be moved are added.
+    """
+    liveness = Liveness(graph.get_operations())
+    movable: dict[tf.Operation, bool] = {}
     for op in graph.get_operations():
         if op.name in plan.ops:
             continue
@@ -54,56 +89,44 @@ def place_ops(division: Division) -> None:
         if device is None and liveness.is_in_loop(op):
             device = ''
         if device is None:
-            movable.append(op)
-            if '_class' in node.attr:
-                colocated.add(op)
+            movable[op] = '_class' in node.attr
         elif device:
             devices[op] = device
             if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
                 private.set_device(op, device)
+    return movable
 
-    # Backwards, from a variable: what its update is computed from is placed where the update is.
-    for op in reversed(movable):
+
+def _place_where_used(
+    ops: Collection[tf.Operation], devices: dict[tf.Operation, str], only_large: bool = False
+) -> None:
+    """Places ops where they are used, backwards from those that have a device.
+
+    Args:
+      devices: of ops, to which those of others are added.
+      only_large: whether an op has to give at least as many bytes as each of its inputs has.
+    """
+    for op in reversed(list(ops)):
         for output in op.outputs:
-            device = _device_of_consumers(output, devices)
-            # A small result is rather sent.
-            if device and bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
-                devices.setdefault(op, device)
-    local = {name: graph.get_tensor_by_name(name) for name in plan.placements}
-    full_value_devices: dict[str, str] = {}
-    _place_full_values(local, full_value_devices, devices)
+            device = None if op in devices else _device_of_consumers(output, devices)
+            if not device:
+                continue
+            if not only_large or bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
+                devices[op] = device
 
-    unplaced = [op for op in movable if op not in devices]
-    _spread_draws(unplaced, division.devices, devices)
 
-    # Forwards: what is left is placed where its largest input is.
-    for op in movable:
+def _place_at_inputs(
+    ops: Iterable[tf.Operation],
+    devices: dict[tf.Operation, str],
+    full_value_devices: Mapping[str, str],
+) -> None:
+    """Places ops where their largest input is, each after those that it depends on."""
+    for op in ops:
         if op not in devices and len(op.inputs):
             largest = max(op.inputs, key=bytes_of)
             device = full_value_devices.get(largest.name) or devices.get(largest.op)
             if device:
                 devices[op] = device
-
-    # Backwards again: ops of which no large input has a device are placed where they are used, as
-    # those that prepare the ids for a lookup in a table.
-    for op in reversed(movable):
-        for output in op.outputs:
-            device = None if op in devices else _device_of_consumers(output, devices)
-            if device:
-                devices[op] = device
-    _place_full_values(local, full_value_devices, devices)
-
-    _share_out_ids(plan, division.devices, full_value_devices)
-
-    for op in movable:
-        if op in devices:
-            device = devices[op]
-            if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
-                device = kernels.device_for(op.node_def, device, graph)
-            if op in colocated:
-                private.clear_colocation(op)
-            private.set_device(op, device)
-    division.full_value_devices = full_value_devices
 
 
 def _place_full_values(

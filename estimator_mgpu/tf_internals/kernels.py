@@ -16,6 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
 from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals.node_defs import attr_of, types_of
 
 _ALWAYS_ON_HOST = (tf.string, tf.resource)
 
@@ -93,22 +94,13 @@ def _on_host(node: Any, arguments: Iterable[Any]) -> list[bool]:
     is_on_host: list[bool] = []
     for argument in arguments:
         is_named = kernel is not None and argument.name in kernel.on_host
-        for dtype in _types(node, argument):
+        for dtype in types_of(node, argument):
             is_on_host.append(not is_gpus or is_named or dtype in always)
     return is_on_host
 
 
 def _calls_functions(node: Any) -> bool:
     return node.op in op_types.FUNCTION_CALLERS
-
-
-def _types(node: Any, argument: Any) -> list[tf.DType]:
-    """The types of the tensors of an argument of a NodeDef's op."""
-    if argument.type_list_attr:
-        return [tf.as_dtype(one) for one in _attr(node, argument.type_list_attr).list.type]
-    dtype = _attr(node, argument.type_attr).type if argument.type_attr else argument.type
-    count = _attr(node, argument.number_attr).i if argument.number_attr else 1
-    return [tf.as_dtype(dtype).base_dtype] * count
 
 
 def _users_of_handles(nodes: Sequence[Any]) -> Mapping[str, list[Any]]:
@@ -131,7 +123,7 @@ def _is_handle(node: Any, index: int) -> bool:
     if index >= len(outputs):  # It's one of a list.
         return False
     output = outputs[index]
-    type_of_output = _attr(node, output.type_attr).type if output.type_attr else output.type
+    type_of_output = attr_of(node, output.type_attr).type if output.type_attr else output.type
     return type_of_output == tf.resource.as_datatype_enum
 
 
@@ -183,7 +175,7 @@ def _kernels(op_type: str, kind: str) -> Sequence[Kernel]:
 def _takes(constraints: Mapping[str, frozenset[Any]], node: Any) -> bool:
     """Whether the attributes of a NodeDef are among those that a kernel takes."""
     for name, allowed in constraints.items():
-        if not allowed.issuperset(_entries(_attr(node, name))):
+        if not allowed.issuperset(_entries(attr_of(node, name))):
             return False
     return True
 
@@ -194,15 +186,3 @@ def _entries(value: Any) -> Sequence[Any]:
     if kind in (None, 'list'):
         return [*value.list.type, *value.list.s]
     return [getattr(value, kind)]
-
-
-def _attr(node: Any, name: str) -> Any:
-    """The AttrValue of a NodeDef. Asking `node.attr` for one that isn't there would add it."""
-    return node.attr[name] if name in node.attr else _default(node.op, name)
-
-
-@functools.cache
-def _default(op_type: str, name: str) -> Any:
-    """The value of an attribute that a NodeDef leaves out."""
-    [attr] = [attr for attr in private.op_definition(op_type).attr if attr.name == name]
-    return attr.default_value

@@ -5,10 +5,14 @@ In: an op's type, and the values of its attributes. Out: a NodeDef without a nam
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.tf_internals import private
 
 
 def node_def(op: str, **attrs: Any) -> Any:
@@ -47,3 +51,45 @@ def set_attr(attr: Any, value: Any) -> None:
         attr.list.CopyFrom(tf.AttrValue.ListValue(type=[dtype.as_datatype_enum for dtype in value]))
     else:
         attr.list.CopyFrom(tf.AttrValue.ListValue(i=value))
+
+
+def set_types(node: Any, dtypes: Sequence[tf.DType]) -> None:
+    """Sets those attributes of a NodeDef that follow from its operands, as TensorFlow does.
+
+    Args:
+      dtypes: of the operands. At most one argument of the op takes several: `values` of `Pack`.
+    """
+    arguments = private.op_definition(node.op).input_arg
+    position = 0
+    for argument in arguments:
+        takes_several = argument.number_attr or argument.type_list_attr
+        count = len(dtypes) - len(arguments) + 1 if takes_several else 1
+        of_argument = dtypes[position : position + count]
+        position += count
+        if argument.type_list_attr:
+            set_attr(node.attr[argument.type_list_attr], of_argument)
+        elif argument.type_attr:
+            set_attr(node.attr[argument.type_attr], of_argument[0])
+        if argument.number_attr:
+            set_attr(node.attr[argument.number_attr], count)
+
+
+def types_of(node: Any, argument: Any) -> list[tf.DType]:
+    """The types of the tensors of an argument of a NodeDef's op: an input, or an output."""
+    if argument.type_list_attr:
+        return [tf.as_dtype(one) for one in attr_of(node, argument.type_list_attr).list.type]
+    dtype = attr_of(node, argument.type_attr).type if argument.type_attr else argument.type
+    count = attr_of(node, argument.number_attr).i if argument.number_attr else 1
+    return [tf.as_dtype(dtype).base_dtype] * count
+
+
+def attr_of(node: Any, name: str) -> Any:
+    """The AttrValue of a NodeDef. Asking `node.attr` for one that isn't there would add it."""
+    return node.attr[name] if name in node.attr else _default(node.op, name)
+
+
+@functools.cache
+def _default(op_type: str, name: str) -> Any:
+    """The value of an attribute that a NodeDef leaves out."""
+    [attr] = [attr for attr in private.op_definition(op_type).attr if attr.name == name]
+    return attr.default_value

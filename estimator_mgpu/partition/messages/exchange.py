@@ -12,8 +12,6 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import tensorflow.compat.v1 as tf
-
 from estimator_mgpu.partition.messages.grid import Position
 from estimator_mgpu.partition.messages.slices import Part, Slices
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
@@ -32,7 +30,6 @@ def add_up(
     slices: Slices,
     parts: Sequence[Part],
     vectors: Sequence[Vector],
-    dtype: tf.DType,
     level: int = 0,
 ) -> list[str]:
     """Adds up vectors, each slice on its device; returns the names of the sums.
@@ -50,7 +47,7 @@ def add_up(
     columns = _columns(parts, level)
     pieces = defaultdict[Position, list[str]](list)
     for vector in vectors:
-        for column, piece in zip(columns, _split(nodes, columns, vector, dtype)):
+        for column, piece in zip(columns, _split(nodes, columns, vector)):
             pieces[_in_column(column, vector.position, level)].append(piece)
 
     sums = []
@@ -58,9 +55,9 @@ def add_up(
         totals = []
         for position in dict.fromkeys(_in_column(column, v.position, level) for v in vectors):
             device = slices.grid.device(position)
-            added = nodes.sum(pieces[position], dtype, device)
+            added = nodes.sum(pieces[position], device)
             totals.append(Vector(added, device, position))
-        sums += add_up(nodes, slices, column, totals, dtype, level + 1)
+        sums += add_up(nodes, slices, column, totals, level + 1)
     return sums
 
 
@@ -72,18 +69,10 @@ class Handed:
       value: what the owner has.
     """
 
-    def __init__(
-        self,
-        nodes: NodeBuilder,
-        slices: Slices,
-        parts: Sequence[Part],
-        value: Vector,
-        dtype: tf.DType,
-    ):
+    def __init__(self, nodes: NodeBuilder, slices: Slices, parts: Sequence[Part], value: Vector):
         self._nodes = nodes
         self._slices = slices
         self._parts = parts
-        self._dtype = dtype
 
         # What the owner has sent, by the position of a device, and by how many of its coordinates
         # the slices share: all for one slice, all but one for those of a column. The owner sends a
@@ -93,10 +82,10 @@ class Handed:
         self._owner = value.position
         level = slices.grid.levels - 1
         columns = _columns(parts, level)
-        for column, piece in zip(columns, _split(nodes, columns, value, dtype)):
+        for column, piece in zip(columns, _split(nodes, columns, value)):
             position = _in_column(column, value.position, level)
             of_column = self._send(piece, value.device, position)
-            slices_of_column = _split(nodes, [[part] for part in column], of_column, dtype)
+            slices_of_column = _split(nodes, [[part] for part in column], of_column)
             for part, value_of_slice in zip(column, slices_of_column):
                 sent = self._send(value_of_slice, of_column.device, part.position)
                 self._sent[part.position, len(part.position)] = sent.name
@@ -110,7 +99,7 @@ class Handed:
         """Sends a value from a device to the one at a position."""
         target = self._slices.grid.device(position)
         if target != device:
-            value = self._nodes.add('Identity', [value], target, T=self._dtype)
+            value = self._nodes.add('Identity', [value], target)
         return Vector(value, target, position)
 
     def _gather(self, parts: Sequence[Part], level: int, position: Position, device: str) -> str:
@@ -127,8 +116,8 @@ class Handed:
                 target = self._slices.grid.device(source)
                 pieces.append(self._gather(column, level + 1, source, target))
         if len(pieces) == 1:
-            return self._nodes.add('Identity', pieces, device, T=self._dtype)
-        return self._nodes.concat(pieces, 0, self._dtype, device)
+            return self._nodes.add('Identity', pieces, device)
+        return self._nodes.concat(pieces, 0, device)
 
     def _sent_by_owner(self, parts: Sequence[Part]) -> list[str]:
         """What the owner has sent of slices to devices of its machine, and what it has kept."""
@@ -150,9 +139,7 @@ def _in_column(column: Sequence[Part], position: Position, level: int) -> Positi
     return (*column[0].position[: level + 1], *position[level + 1 :])
 
 
-def _split(
-    nodes: NodeBuilder, columns: Sequence[Sequence[Part]], vector: Vector, dtype: tf.DType
-) -> list[str]:
+def _split(nodes: NodeBuilder, columns: Sequence[Sequence[Part]], vector: Vector) -> list[str]:
     """Splits a vector into the entries of each column."""
     sizes = [sum(part.entries for part in column) for column in columns]
-    return nodes.split(vector.name, sizes, dtype, vector.device)
+    return nodes.split(vector.name, sizes, vector.device)

@@ -53,7 +53,6 @@ class Pack:
 
     def __init__(self, tensors: Sequence[tf.Tensor]):
         self.tensors = sorted(tensors, key=_inner_shape)
-        self.dtype = self.tensors[0].dtype
         self._groups = [list(group) for _, group in itertools.groupby(self.tensors, _inner_shape)]
 
     def join(self, values: Sequence[str], nodes: NodeBuilder, device: str) -> str:
@@ -62,21 +61,21 @@ class Pack:
         vectors = []
         for group in self._groups:
             values_of_group = [next(remaining) for _ in group]
-            rows = nodes.concat(values_of_group, 0, self.dtype, device)
-            vectors.append(nodes.add('Reshape', [rows, [-1]], device, T=self.dtype))
-        return nodes.concat(vectors, 0, self.dtype, device)
+            rows = nodes.concat(values_of_group, 0, device)
+            vectors.append(nodes.add('Reshape', [rows, [-1]], device))
+        return nodes.concat(vectors, 0, device)
 
     def split(self, vector: str, nodes: NodeBuilder, device: str) -> dict[str, str]:
         """Splits the vector on a device; returns the tensors' values, by the tensors' names."""
         sizes = [sum(t.shape.num_elements() for t in group) for group in self._groups]
-        parts = nodes.split(vector, sizes, self.dtype, device)
+        parts = nodes.split(vector, sizes, device)
 
         values_by_name: dict[str, str] = {}
         for group, part in zip(self._groups, parts):
             shape = [-1, *_inner_shape(group[0])]
-            rows = nodes.add('Reshape', [part, shape], device, T=self.dtype)
+            rows = nodes.add('Reshape', [part, shape], device)
             row_counts = [tensor.shape.as_list()[0] for tensor in group]
-            values = nodes.split(rows, row_counts, self.dtype, device)
+            values = nodes.split(rows, row_counts, device)
             values_by_name.update(zip([tensor.name for tensor in group], values))
         return values_by_name
 

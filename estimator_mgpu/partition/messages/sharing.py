@@ -138,10 +138,12 @@ def _balance(values: Mapping[str, Value], grid: Sequence[_Column]) -> list[dict[
     Returns:
       For each column, the bytes of values.
     """
-    low, high = 0.0, 1.0
-    sizes = None
+    low = 1.0
+    high = 4.0
+    sizes = _fill(values, grid, high)
     while sizes is None:
-        low, high = high, 4 * high
+        low = high
+        high *= 4
         sizes = _fill(values, grid, high)
     for _ in range(40):
         level = (low + high) / 2
@@ -149,7 +151,8 @@ def _balance(values: Mapping[str, Value], grid: Sequence[_Column]) -> list[dict[
         if attempt is None:
             low = level
         else:
-            sizes, high = attempt, level
+            sizes = attempt
+            high = level
     return sizes
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.division import Result
+from estimator_mgpu.partition.division import Division, Result
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import graphs
@@ -70,16 +70,15 @@ class Edges:
 
     def __init__(
         self,
-        graph: tf.Graph,
-        plan: Plan,
+        division: Division,
         nodes: NodeBuilder,
         full_values: dict[str, str],
         control_inputs: dict[tf.Operation, list[str]],
-        loops: Sequence[V1Loop],
         tower_count: int,
     ):
+        plan = division.plan
         self.nodes = {node.name: node for node in nodes.graph_def.node}
-        self._graph = graph
+        self._graph = division.graph
         self._builder = nodes
         self._full_values = full_values
         self._control_inputs = control_inputs
@@ -91,7 +90,7 @@ class Edges:
         not_of_batch = [op for op in control_inputs if op not in of_batch]
         self._users_ops.update((op.name, op) for op in graphs.descendants(not_of_batch))
 
-        self.loops = {f'{loop.name} (loop)': loop for loop in loops}
+        self.loops = {f'{loop.name} (loop)': loop for loop in division.loops}
         self._loop_of = {op.name: key for key, loop in self.loops.items() for op in loop.all_ops}
         self._joint = {key for key, loop in self.loops.items() if _is_joint(loop, plan)}
         self._loops_by_frame = {loop.name: key for key, loop in self.loops.items()}
@@ -115,12 +114,8 @@ class Edges:
         frame = self._builder.frame_of(name)
         if frame is None:
             return None
-        copy = self._builder.names.copy_of(frame)
-        if copy is not None:
-            return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
-        # It's the one frame of a joint loop, which is no tower's.
-        loop = frame.removeprefix(f'{self._builder.scope}/all_towers/')
-        return self._copy(0, self._loops_by_frame[loop])
+        copy = self._builder.names.frame_of(frame)
+        return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
 
     def _find_added_to_loops(self) -> dict[Unit, list[str]]:
         """The added nodes that are in v1 loops and aren't copies, by the loops' units."""

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.tower import Tower
+
 _WORD = 'replicate'
 
 
@@ -48,6 +50,23 @@ class Names:
         """The name of a tower's copy of an op, or of a frame."""
         scope, slash, rest = op_name.partition('/')
         return f'{scope}/{self.word}/tower_{tower}{slash}{rest}'
+
+    def copies(self, op_name: str, towers: Iterable[Tower]) -> list[str]:
+        """The names of towers' copies of an op."""
+        return [self.copy(op_name, tower.number) for tower in towers]
+
+    def frame(self, name: str, tower: int, is_joint: bool) -> str:
+        """The name of the frame of a tower's copy of a v1 loop; a joint loop has one for all."""
+        return f'{self.word}/all_towers/{name}' if is_joint else self.copy(name, tower)
+
+    def frame_of(self, name: str) -> CopyName:
+        """What the name of a frame says; that of a joint loop counts as the first tower's."""
+        joint = name.removeprefix(f'{self.word}/all_towers/')
+        return self.copy_of(name) or CopyName(0, joint)
+
+    def result(self, op_name: str) -> str:
+        """The name of what gives somebody what one of the user's ops computes."""
+        return self.added(op_name, f'result_{op_name.rpartition("/")[2]}')
 
     def copy_of(self, name: str) -> CopyName | None:
         """What the name of a copy says; None if it's no copy's."""

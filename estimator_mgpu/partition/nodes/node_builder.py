@@ -17,7 +17,7 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.nodes import host_memory
 from estimator_mgpu.partition.nodes.names import Names
 from estimator_mgpu.tf_internals import function_calls, kernels, private, tracebacks
-from estimator_mgpu.tf_internals.node_defs import const_def, node_def
+from estimator_mgpu.tf_internals.node_defs import const_def, node_def, set_types, types_of
 
 Number = Union[int, str]
 """An integer that is known, or what an integer scalar is referred to by: int32 by default."""
@@ -49,6 +49,7 @@ class NodeBuilder:
         # Names of nodes, by what they are: the same node is added only once.
         self._names: dict[Hashable, str] = {}
         self._added: dict[str, Any] = {}  # these nodes, by name
+        self._dtypes: dict[str, tf.DType] = {}  # of tensors, by name, as far as somebody has asked
         self.waits: dict[str, Sequence[tf.Operation]] = {}
         """Ops of the graph that a node waits for, by the node's name."""
         # Value, dtype and device of constants, by the names of their outputs.
@@ -97,10 +98,8 @@ class NodeBuilder:
 
     def entered(self, name: str, frames: Frames, device: str) -> str:
         """A tensor that isn't in a v1 loop, as a constant of the loop."""
-        dtype = self._dtype(name)
         for depth, (frame, iterations) in enumerate(frames, 1):
             attrs = {
-                'T': dtype,
                 'frame_name': frame,
                 'is_constant': True,
                 'parallel_iterations': iterations,
@@ -109,25 +108,39 @@ class NodeBuilder:
             self._frames[name] = frames[:depth]
         return name
 
-    def _dtype(self, name: str) -> tf.DType:
-        """The type of one of the graph's tensors, or of what was added."""
-        node = self._added.get(name.removesuffix(':0'))
-        if node is None:
-            return self.graph.get_tensor_by_name(name).dtype.base_dtype
-        [output] = private.op_definition(node.op).output_arg
-        return tf.as_dtype(node.attr[output.type_attr].type)
+    def dtype(self, name: str) -> tf.DType:
+        """The type of one of the graph's tensors, or of what was or will be added."""
+        if name not in self._dtypes:
+            self._dtypes[name] = self._find_dtype(name)
+        return self._dtypes[name]
+
+    def _find_dtype(self, name: str) -> tf.DType:
+        op_name, _, index = name.partition(':')
+        node = self._added.get(op_name)
+        if node is not None:
+            outputs = private.op_definition(node.op).output_arg
+            return [dtype for output in outputs for dtype in types_of(node, output)][int(index)]
+        op = self._served_by.get(op_name)  # A copy serves the op of which it's one,
+        if op is None:
+            copy = self.names.copy_of(op_name)  # and may be named before it's added.
+            op = self.graph.get_operation_by_name(op_name if copy is None else copy.op_name)
+        return op.outputs[int(index)].dtype.base_dtype
 
     def copy(self, definition: Any, name: str, inputs: Sequence[str], device: str) -> Any:
         """Adds a node like another, by its full name."""
         node = self.graph_def.node.add()
         node.CopyFrom(definition)
-        node.name, node.device = name, device
+        node.name = name
+        node.device = device
         node.input[:] = inputs
         self._served_by[name] = self._served
         return node
 
     def add(self, op: str, inputs: Sequence[Any], device: str, **attrs: Hashable) -> str:
-        """Adds a node, unless there is the same already; returns what its output is called."""
+        """Adds a node, unless there is the same already; returns what its output is called.
+
+        Attributes that follow from the inputs' types, and from how many they are, needn't be given.
+        """
         names = [name if isinstance(name, str) else self.tensor(name) for name in inputs]
         around = [self._frames[name] for name in names if name in self._frames]
         if not around:
@@ -145,69 +158,54 @@ class NodeBuilder:
     def _add(
         self, op: str, names: Sequence[str], device: str, attrs: Mapping[str, Hashable]
     ) -> str:
-        key = (op, *names, device, *attrs.items())
-        return f'{self._once(key, lambda: node_def(op, **attrs), names, device)}:0'
+        def make() -> Any:
+            node = node_def(op, **attrs)
+            set_types(node, [self.dtype(name) for name in names if not name.startswith('^')])
+            return node
 
-    def concat(self, values: Sequence[str], axis: int, dtype: tf.DType, device: str) -> str:
+        return f'{self._once((op, *names, device, *attrs.items()), make, names, device)}:0'
+
+    def concat(self, values: Sequence[str], axis: int, device: str) -> str:
         """Adds a concatenation, unless of one value."""
-        if len(values) == 1:
-            return values[0]
-        return self.add('ConcatV2', [*values, axis], device, T=dtype, N=len(values))
+        return values[0] if len(values) == 1 else self.add('ConcatV2', [*values, axis], device)
 
-    def sum(self, values: Sequence[str], dtype: tf.DType, device: str) -> str:
+    def sum(self, values: Sequence[str], device: str) -> str:
         """Adds a sum, unless of one value."""
-        if len(values) == 1:
-            return values[0]
-        return self.add('AddN', values, device, T=dtype, N=len(values))
+        return values[0] if len(values) == 1 else self.add('AddN', values, device)
 
-    def split(self, value: str, sizes: list[int], dtype: tf.DType, device: str) -> list[str]:
+    def split(self, value: str, sizes: list[int], device: str) -> list[str]:
         """Adds a split along the first dimension, unless into one part."""
         if len(sizes) == 1:
             return [value]
-        attrs = {'T': dtype, 'Tlen': tf.int32, 'num_split': len(sizes)}
-        first = self.add('SplitV', [value, sizes, 0], device, **attrs)
+        first = self.add('SplitV', [value, sizes, 0], device, num_split=len(sizes))
         return [f'{first[:-1]}{i}' for i in range(len(sizes))]
 
-    def take(
-        self,
-        value: str,
-        dtype: tf.DType,
-        positions: str,
-        device: str,
-        position_dtype: tf.DType = tf.int64,
-        axis: int = 0,
-    ) -> str:
+    def take(self, value: str, positions: str, device: str, axis: int = 0) -> str:
         """Adds a gather of what is at some positions along an axis."""
-        types = {'Tparams': dtype, 'Tindices': position_dtype, 'Taxis': tf.int32}
-        return self.add('GatherV2', [value, positions, axis], device, **types)
+        return self.add('GatherV2', [value, positions, axis], device)
 
-    def argsort(self, numbers: str, dtype: tf.DType, device: str) -> str:
+    def argsort(self, numbers: str, device: str) -> str:
         """Adds the positions of different numbers, that of the smallest one first: int32."""
-        negative = self.add('Neg', [numbers], device, T=dtype)
-        count = self.add('Size', [numbers], device, T=dtype, out_type=tf.int32)
-        return second_output(self.add('TopKV2', [negative, count], device, T=dtype))
+        negative = self.add('Neg', [numbers], device)
+        count = self.add('Size', [numbers], device, out_type=tf.int32)
+        return second_output(self.add('TopKV2', [negative, count], device))
 
     def scalar(self, value: Number, dtype: tf.DType) -> str:
         """Adds an integer as a scalar of its type, unless it is one."""
         return value if isinstance(value, str) else self.const(value, dtype, self.host)
 
-    def tensor(
-        self,
-        value: Number | Sequence[Number],
-        dtype: tf.DType = tf.int32,
-        source: tf.DType = tf.int32,
-    ) -> str:
-        """Adds an integer, or a list of some, as a tensor; those that aren't known are `source`."""
+    def tensor(self, value: Number | Sequence[Number], dtype: tf.DType = tf.int32) -> str:
+        """Adds an integer, or a list of some, as a tensor; all that aren't known have one type."""
         if not isinstance(value, str):
-            if isinstance(value, int) or all(isinstance(n, int) for n in value):
+            numbers = [value] if isinstance(value, int) else value
+            names = [number for number in numbers if isinstance(number, str)]
+            if not names:
                 return self.const(value, dtype, self.host)
-            scalars = [self.scalar(n, source) for n in value]
+            scalars = [self.scalar(number, self.dtype(names[0])) for number in numbers]
             with self.for_many():
-                value = self.add('Pack', scalars, self.host, T=source, N=len(scalars))
-        if source == dtype:
-            return value
+                value = self.add('Pack', scalars, self.host)
         with self.for_many():
-            return self.cast(value, source, dtype, self.host)
+            return self.cast(value, dtype, self.host)
 
     def const(self, value: Any, dtype: tf.DType, device: str) -> str:
         """Adds a constant: a number or a list."""
@@ -224,11 +222,11 @@ class NodeBuilder:
         dtype = op.outputs[0].dtype.base_dtype
         return self.add('Const', control_inputs, device, dtype=dtype, value=value)
 
-    def cast(self, value: str, source: tf.DType, target: tf.DType, device: str) -> str:
+    def cast(self, value: str, dtype: tf.DType, device: str) -> str:
         """Adds a cast, if one is needed."""
-        if source == target:
+        if self.dtype(value) == dtype:
             return value
-        return self.add('Cast', [value], device, SrcT=source, DstT=target)
+        return self.add('Cast', [value], device, DstT=dtype)
 
     def after(self, ops: Sequence[tf.Operation], device: str) -> str:
         """Adds a NoOp that waits for ops of the graph; returns it as a control input."""

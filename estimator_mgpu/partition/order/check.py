@@ -273,7 +273,9 @@ def _sent(operand: tf.Tensor, user: tf.Operation, changed: _Changed) -> tf.Opera
 
 def _lies_in(tensor: tf.Tensor) -> list[tf.Operation]:
     """The reference variables in one of whose memory a tensor lies for certain."""
-    found, views, seen = [], [tensor], set()
+    found: list[tf.Operation] = []
+    views = [tensor]
+    seen: set[str] = set()
     while views:
         view = views.pop()
         if view.op.type in op_types.REFERENCE_VARIABLES:

@@ -91,7 +91,8 @@ class Facts:
         self.of_results = [self._names_of(upstream[op]) & self.effects for op in results]
 
         waited_for = upstream_bits(in_order, self._bits, CertainWaits(liveness, self._bits))
-        reads, writes = self._bits_by_state(self.read), self._bits_by_state(self.written)
+        reads = self._bits_by_state(self.read)
+        writes = self._bits_by_state(self.written)
         self.before: dict[str, dict[str, set[str]]] = {}
         for op, bit in self._bits.items():
             before = defaultdict[str, set[str]](set)

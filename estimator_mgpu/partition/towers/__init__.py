@@ -7,14 +7,14 @@ gathered and reduced values. No decision about sharding is made here, and no rul
 
 - `op_copies`, `function_copies`: each tower's copies of ops, and of the functions that they call.
 - `values`: what each tower has of a tensor, and its full value; `origins`: which full values are
-  made of what towers have.
-- `shards`, `sparse_features`, `ragged_features`, `unique_ids`: which part of the batch, of a sparse
-  or ragged tensor, and of all different ids each tower has.
-- `sums_of_entries`: how many sums of a sparse tensor's entries towers have.
-- `reduce_and_gather`: how full values are made; `only_fetched`: which ones are made.
+  made of what towers have, and `only_fetched`: for which of these somebody may ask.
+- `reduce_and_gather`, `unique_ids`: how full values are made.
+- `local_parts`: what towers take of full values; `sparse_features`, `ragged_features`: of tensors
+  of the batch that aren't dense. `bits`: masks that wait for it are packed.
+- `row_spaces`: which rows towers have, and sizes; `shards`: of one row space; `sums_of_entries`:
+  of the sums of a sparse tensor's entries.
 - `sending`: full values, to the devices that need them.
 - `everywhere`: small ones, which each device makes for itself.
-- `bits`: masks that wait are packed.
 - `waits`: control edges that keep the order of reads and writes.
 
 Rooms beside this one decide what is sent together or in slices (`messages`), how micro-batches take

@@ -23,9 +23,6 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 
-PACKED = tf.uint8
-"""The type of what is packed."""
-
 _ALIGN_BITS = 0x0102040810204080
 """A number of eight bytes, each 0 or 1, times this has these eight bits as its highest byte.
 
@@ -56,15 +53,15 @@ def pack(nodes: NodeBuilder, value: str, mask: tf.Tensor, device: str) -> str:
       mask: the user's tensor, which has the shape of the value.
     """
     bytes_per_row = mask.shape[1:].num_elements() // 8
-    eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device, T=tf.bool)
-    eights = nodes.cast(eights, tf.bool, tf.uint8, device)
-    numbers = nodes.add('Bitcast', [eights], device, T=tf.uint8, type=tf.uint64)
+    eights = nodes.add('Reshape', [value, [-1, bytes_per_row, 8]], device)
+    eights = nodes.cast(eights, tf.uint8, device)
+    numbers = nodes.add('Bitcast', [eights], device, type=tf.uint64)
 
     factor = nodes.const(_ALIGN_BITS, tf.uint64, device)
-    aligned = nodes.add('Mul', [numbers, factor], device, T=tf.uint64)
+    aligned = nodes.add('Mul', [numbers, factor], device)
     seven_bytes = nodes.const(56, tf.uint64, device)
-    highest = nodes.add('RightShift', [aligned, seven_bytes], device, T=tf.uint64)
-    return nodes.cast(highest, tf.uint64, PACKED, device)
+    highest = nodes.add('RightShift', [aligned, seven_bytes], device)
+    return nodes.cast(highest, tf.uint8, device)
 
 
 def unpack(nodes: NodeBuilder, packed: str, mask: tf.Tensor, device: str) -> str:
@@ -73,8 +70,7 @@ def unpack(nodes: NodeBuilder, packed: str, mask: tf.Tensor, device: str) -> str
     Args:
       mask: the user's tensor, which has the shape of a row.
     """
-    numbers = nodes.cast(packed, PACKED, tf.int32, device)
+    numbers = nodes.cast(packed, tf.int32, device)
     entries = nodes.const(_ENTRIES, tf.bool, device)
-    types = {'Tparams': tf.bool, 'Tindices': tf.int32, 'Taxis': tf.int32}
-    unpacked = nodes.add('GatherV2', [entries, numbers, 0], device, **types)
-    return nodes.add('Reshape', [unpacked, [-1, *mask.shape.as_list()[1:]]], device, T=tf.bool)
+    unpacked = nodes.take(entries, numbers, device)
+    return nodes.add('Reshape', [unpacked, [-1, *mask.shape.as_list()[1:]]], device)

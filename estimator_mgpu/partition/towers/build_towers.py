@@ -77,7 +77,7 @@ class Towers:
 
     def _copies_of(self, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
         """Ops, and in the place of a sharded one all of its copies."""
-        names = _names_of_ops(ops, self.division.plan, self.towers, self._values)
+        names = _names_of_ops(ops, self.division.plan, self.towers, self.names)
         return [self.graph.get_operation_by_name(name) for name in names]
 
     def _identity_after(
@@ -85,12 +85,12 @@ class Towers:
     ) -> tf.Tensor:
         """A full value of a user's op that waits for other ops."""
         with self._added_after(before, op, value.device):
-            return tf.identity(value, self._values.name_of_result(op))
+            return tf.identity(value, self.names.result(op.name))
 
     def _after(self, before: Sequence[tf.Operation], op: tf.Operation) -> tf.Operation:
         """An op that waits for others, or for their copies, added for a user's op."""
         with self._added_after(self._copies_of(before), op, self.towers[0].device):
-            return tf.no_op(self._values.name_of_result(op))
+            return tf.no_op(self.names.result(op.name))
 
     @contextlib.contextmanager
     def _added_after(
@@ -129,7 +129,8 @@ class Towers:
                 # Many tensors wait for the same, as gradients do for all updates of averages.
                 effects = self._waits.effects_of(replacements)
                 if effects not in waits:
-                    waits[effects] = self._after(self._waits.ops_of(effects, tensor.op), tensor.op)
+                    before = self.division.order.ops_for(effects, tensor.op)
+                    waits[effects] = self._after(before, tensor.op)
                 values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)
         return values
 
@@ -214,7 +215,7 @@ def _collect_nodes(
     waits = Waits(ops, plan, division.order, origins)
     packs = find_packs(division, ops, origins.device_of_full)
     slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
-    small = find_small(plan, division.order, towers, origins, packs, waits)
+    small = find_small(division, towers, origins, packs, waits)
     values = Values(division, origins, packs, small.packs, slices, towers, nodes)
     sender = Sender(values, packs, slices, devices, nodes)
     everywhere = Everywhere(small, plan, towers, values, nodes)
@@ -244,16 +245,8 @@ def _units_of_step(
     Args:
       results: what the step is run for, as rewrites have left it.
     """
-    full_values = collected.values.full_values
-    edges = Edges(
-        division.graph,
-        division.plan,
-        collected.nodes,
-        full_values,
-        collected.control_inputs,
-        division.loops,
-        tower_count,
-    )
+    nodes, values, _, control_inputs = collected
+    edges = Edges(division, nodes, values.full_values, control_inputs, tower_count)
     return StepUnits(edges, [edges.unit_of_result(result) for result in results])
 
 
@@ -281,42 +274,37 @@ def _control_inputs(
     if values.origins.runs_only_if_fetched(op):
         # No messages are saved by nodes that join others.
         waited_for = [op] if is_group and op.name in plan.ops else before
-        return _names_of_ops([*waited_for, *added], plan, towers, values)
+        return _names_of_ops([*waited_for, *added], plan, towers, nodes.names)
 
     names: list[str] = []
     for sharded in before:
         if sharded.name in plan.ops:
-            names += _copies([sharded], towers, values, nodes)
+            names += _copies([sharded], towers, nodes)
     names += _joined([b for b in before if b.name not in plan.ops], is_group, nodes)
 
     added_sharded = [before for before in added if before.name in plan.ops]
     if added_sharded:
-        names += _copies(added_sharded, towers, values, nodes)
+        names += _copies(added_sharded, towers, nodes)
     return names + _joined([b for b in added if b.name not in plan.ops], True, nodes)
 
 
-def _copies(
-    ops: Sequence[tf.Operation], towers: Sequence[Tower], values: Values, nodes: NodeBuilder
-) -> list[str]:
+def _copies(ops: Sequence[tf.Operation], towers: Sequence[Tower], nodes: NodeBuilder) -> list[str]:
     """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
     for chain in chains_of(towers):
-        copies = [name for op in ops for name in values.copy_names(op, chain)]
+        copies = [name for op in ops for name in nodes.names.copies(op.name, chain)]
         names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
     return names
 
 
 def _names_of_ops(
-    ops: Sequence[tf.Operation], plan: Plan, towers: Sequence[Tower], values: Values
+    ops: Sequence[tf.Operation], plan: Plan, towers: Sequence[Tower], names: Names
 ) -> list[str]:
     """Names ops: in the place of a sharded op, all of its copies."""
-    names: list[str] = []
+    named: list[str] = []
     for op in ops:
-        if op.name in plan.ops:
-            names += values.copy_names(op, towers)
-        else:
-            names.append(op.name)
-    return names
+        named += names.copies(op.name, towers) if op.name in plan.ops else [op.name]
+    return named
 
 
 def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> list[str]:

@@ -27,10 +27,10 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import machine_of, memory_of, relay
 from estimator_mgpu.partition.byte_counts import bytes_of
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
-from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.tower import Tower
@@ -59,8 +59,7 @@ class Small(NamedTuple):
 
 
 def find_small(
-    plan: Plan,
-    order: Order,
+    division: Division,
     towers: Sequence[Tower],
     origins: Origins,
     packs: Mapping[str, Pack],
@@ -69,8 +68,7 @@ def find_small(
     """Finds the small values that every device may make for itself.
 
     Args:
-      plan: which ops are sharded.
-      order: in which the user's graph touched state.
+      division: the graph and its plan.
       towers: those that have local values.
       origins: tells which full values are made from these.
       packs: those of tensors that share messages with others anyhow, by name.
@@ -82,11 +80,12 @@ def find_small(
     if is_shared or len(devices) > _MOST_DEVICES * len(set(map(machine_of, devices))):
         return Small({}, {})
 
+    plan = division.plan
     behind: dict[str, frozenset[tf.Operation]] = {}
     for op in plan.order:
         before = [behind[operand.name] for operand in op.inputs if operand.name in behind]
         ops = frozenset([op]).union(*before)
-        is_copied = before and len(ops) <= _MOST_OPS and _can_be_copied(op, plan, order, waits)
+        is_copied = before and len(ops) <= _MOST_OPS and _can_be_copied(op, division, waits)
         for tensor in filter(_is_small, op.outputs):
             if isinstance(plan.placements.get(tensor.name), Partial):
                 if origins.is_made_from_all(tensor) and tensor.name not in packs:
@@ -118,10 +117,11 @@ def _packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
     return packs
 
 
-def _can_be_copied(op: tf.Operation, plan: Plan, order: Order, waits: Waits) -> bool:
+def _can_be_copied(op: tf.Operation, division: Division, waits: Waits) -> bool:
     """Whether an op that runs once only computes, whenever its operands are there."""
+    order = division.order
     return (
-        op.name not in plan.ops
+        op.name not in division.plan.ops
         and not order.bits(op)
         and not waits.of_op(op)
         and not waits.added(op)

@@ -130,8 +130,7 @@ def _copy_function(
         node.device = '' if uses_resource and not is_value else device
 
         op_plan = op_plans.get(op.name, OpPlan())
-        _set_local_constants(shards, definition, node, op, op_plan, tower)
-        _set_parts(shards, definition, node, op, op_plan, tower)
+        _set_operands(shards, definition, node, op, op_plan, tower)
         path = path_of(op.name)
         adapt_node(shards, node, op_plan, tower, path)
         node.device = kernels.device_for(node, node.device)
@@ -171,44 +170,33 @@ def _slice_constant(shards: Shards, node: Any, need: Slice, tower: Tower) -> Non
     set_attr(node.attr['value'], np.take(value, range(start, start + size), need.axis))
 
 
-def _set_local_constants(
+def _set_operands(
     shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: Tower
 ) -> None:
-    """Gives a node the tower's own sizes, as constants."""
-    for position, need in enumerate(op_plan.needs):
-        if isinstance(need, (LocalShape, Constant)):
-            operand = op.inputs[position]
-            sizes = shards.local_sizes(need, tower, operand.shape.rank == 0, operand.dtype)
-            constant = const_def(sizes, operand.dtype)
-            name = _add_node(definition, constant, [], tower.device)
-            node.input[position] = f'{name}:output:0'
-
-
-def _set_parts(
-    shards: Shards, definition: Any, node: Any, op: tf.Operation, op_plan: OpPlan, tower: Tower
-) -> None:
-    """Gives a node the tower's slices of full values, or zeros in place of these."""
-    for position, need in enumerate(op_plan.needs):
-        if node.op == op_types.CONST:
-            return  # It's replaced itself.
-        dtype = op.inputs[position].dtype.base_dtype
+    """Gives a node the tower's own sizes, as constants, slices of full values, or zeros."""
+    if node.op == op_types.CONST:
+        return  # It's replaced itself.
+    for position, (operand, need) in enumerate(zip(op.inputs, op_plan.needs)):
         full = node.input[position]
-        if need == FULL_ON_FIRST and tower.number > 0:
-            zeros = _add_node(definition, node_def('ZerosLike', T=dtype), [full], node.device)
-            node.input[position] = f'{zeros}:y:0'
+        if isinstance(need, (LocalShape, Constant)):
+            sizes = shards.local_sizes(need, tower, operand.shape.rank == 0, operand.dtype)
+            constant = _add_node(definition, const_def(sizes, operand.dtype), [], tower.device)
+            node.input[position] = f'{constant}:output:0'
+        elif need == FULL_ON_FIRST and tower.number > 0:
+            zeros = node_def('ZerosLike', T=operand.dtype.base_dtype)
+            node.input[position] = f'{_add_node(definition, zeros, [full], node.device)}:y:0'
         elif isinstance(need, Slice):
             start, size = map(int, shards.extent(need.factor, tower))
-            rank = op.inputs[position].shape.rank
-            begins = [start if axis == need.axis else 0 for axis in range(rank)]
-            lengths = [size if axis == need.axis else -1 for axis in range(rank)]
+            axes = range(operand.shape.rank)
+            begins = [start if axis == need.axis else 0 for axis in axes]
+            lengths = [size if axis == need.axis else -1 for axis in axes]
             vectors = [
                 _add_node(definition, const_def(vector, tf.int32), [], node.device)
                 for vector in (begins, lengths)
             ]
             operands = [full, *[f'{vector}:output:0' for vector in vectors]]
-            attrs = {'T': dtype, 'Index': tf.int32}
-            part = _add_node(definition, node_def('Slice', **attrs), operands, node.device)
-            node.input[position] = f'{part}:output:0'
+            part = node_def('Slice', T=operand.dtype.base_dtype, Index=tf.int32)
+            node.input[position] = f'{_add_node(definition, part, operands, node.device)}:output:0'
 
 
 def _add_node(definition: Any, node: Any, inputs: Sequence[str], device: str) -> str:

@@ -84,13 +84,13 @@ class Copies:
                 operands = self._function_operands(op, op_plan, operands, tower, device)
             elif op.type in op_types.ENTER:
                 operands = self._values_of_variables(op, op_plan, operands, device)
-            name = self._values.copy_name(op.name, tower)
+            name = self._nodes.names.copy(op.name, tower.number)
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
-            adapt_node(self._values.batch_shards, node, op_plan, tower)
+            adapt_node(self._values.shards.of_batch, node, op_plan, tower)
 
             if op.type in op_types.ENTER:
                 frame = node.attr['frame_name'].s.decode()
-                frame = self._values.frame_name(frame, op_plan.is_joint, tower)
+                frame = self._nodes.names.frame(frame, tower.number, op_plan.is_joint)
                 node.attr['frame_name'].s = frame.encode()
             elif op_plan.is_joint and tower.number > 0:
                 self._use_first_condition(op, node)
@@ -142,7 +142,7 @@ class Copies:
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:
-                names += [f'^{name}' for name in self._values.copy_names(before, towers)]
+                names += [f'^{name}' for name in self._nodes.names.copies(before.name, towers)]
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
@@ -167,7 +167,7 @@ class Copies:
                 replaced.append(tensor.op)
             elif tensor.op.type not in op_types.ENTER:
                 return []
-        return [f'^{self._values.copy_name(before.name, tower)}' for before in replaced]
+        return [f'^{self._nodes.names.copy(before.name, tower.number)}' for before in replaced]
 
     def _operand(
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
@@ -178,12 +178,12 @@ class Copies:
         if op.name in self._plan.frames:
             return self._operand_in_loop(op, tensor, need, tower, device)
         if isinstance(need, Slice):
-            return self._values.slice(tensor, need, tower)
+            return self._values.local_parts.slice(tensor, need, tower)
         if isinstance(need, (SparseRows, RaggedRows)):
-            return self._values.part_of_feature(tensor, need, tower)
+            return self._values.local_parts.of_feature(tensor, need, tower)
         if isinstance(need, CountedFromFirst):
             indices = self._operand(op, tensor, need.indices, tower, device)
-            return self._values.counted_from_first(tensor, indices, need, tower, device)
+            return self._values.local_parts.counted_from_first(tensor, indices, need, tower, device)
         if isinstance(need, (LocalShape, Constant)):
             return self._sizes(tensor, need, tower)
         if isinstance(need, LocalRange):
@@ -192,7 +192,7 @@ class Copies:
         placement = self._plan.placements.get(tensor.name)
         if need == FULL_ON_FIRST:
             full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
-            return self._zeros_like(full, tensor, device) if tower.number > 0 else full
+            return self._nodes.add('ZerosLike', [full], device) if tower.number > 0 else full
         if placement is not None and not isinstance(placement, (Shard, Partial, CountedByTower)):
             return self._values.local(tensor, tower)  # It's the same on all towers.
         return self._full_operand(tensor, tower, device)
@@ -210,39 +210,35 @@ class Copies:
 
         full = self._values.local_in_loop(tensor, tower, loops)
         if isinstance(need, Slice):
-            shards = self._values.batch_shards
-            dtype = tensor.dtype.base_dtype
-            return shards.slice(full, dtype, need.axis, need.factor, tower, device)
+            shards = self._values.shards.of_batch
+            return shards.slice(full, need.axis, need.factor, tower, device)
         if need == FULL_ON_FIRST and tower.number > 0:
-            return self._zeros_like(full, tensor, device)
+            return self._nodes.add('ZerosLike', [full], device)
         return full
-
-    def _zeros_like(self, value: str, tensor: tf.Tensor, device: str) -> str:
-        return self._nodes.add('ZerosLike', [value], device, T=tensor.dtype.base_dtype)
 
     def _sizes(
         self, tensor: tf.Tensor, need: LocalShape | Constant | FullSizes, tower: Tower
     ) -> str:
         """The integers that a copy is given in place of a tensor of sizes."""
-        shards = self._values.batch_shards
+        shards = self._values.shards.of_batch
         if isinstance(need, LocalShape):
-            shards = self._values.shards_of(need.rows)
+            shards = self._values.shards.of(need.rows)
         dtype = tensor.dtype.base_dtype
         is_scalar = tensor.shape.rank == 0
         if isinstance(need, LocalShape) and len(need.entries) > 1:
             is_scalar = False  # It may take the place of a -1, which asks for any shape.
         sizes = shards.local_sizes(need, tower, is_scalar, dtype)
-        flat = self._nodes.tensor(sizes, dtype, dtype)
+        flat = self._nodes.tensor(sizes, dtype)
         if not isinstance(need, LocalShape) or tensor.shape.rank != 2:
             return flat
-        types = {'T': dtype, 'Tshape': tf.int32}  # Paddings are a matrix.
-        return self._nodes.add('Reshape', [flat, tensor.shape.as_list()], self._nodes.host, **types)
+        # Paddings are a matrix.
+        return self._nodes.add('Reshape', [flat, tensor.shape.as_list()], self._nodes.host)
 
     def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:
         """The numbers of the entries that a tower's rows have."""
-        _, size = self._values.shards_of(need.rows).extent(need.factor, tower, dtype)
+        _, size = self._values.shards.of(need.rows).extent(need.factor, tower, dtype)
         ends = [self._nodes.scalar(number, dtype) for number in (0, size, 1)]
-        return self._nodes.add('Range', ends, tower.device, Tidx=dtype)
+        return self._nodes.add('Range', ends, tower.device)
 
     def _full_operand(
         self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False
@@ -280,10 +276,9 @@ class Copies:
         operands = self._values_of_variables(op, op_plan, operands, device)
         function_operands = []
         for tensor, operand in zip(op.inputs, operands):
-            dtype = tensor.dtype.base_dtype
-            if dtype != tf.resource:
+            if tensor.dtype != tf.resource:
                 # TensorFlow begins a loop on the devices of its inputs, so they are the tower's.
-                operand = self._nodes.add('Identity', [operand], tower.device, T=dtype)
+                operand = self._nodes.add('Identity', [operand], tower.device)
             function_operands.append(operand)
         return function_operands
 
@@ -304,6 +299,6 @@ class Copies:
                 read = self._nodes.add(
                     'ReadVariableOp', [operand, *before], source, dtype=need.dtype
                 )
-                operand = self._sender.send(read, need.dtype, source, device)
+                operand = self._sender.send(read, source, device)
             values.append(operand)
         return values

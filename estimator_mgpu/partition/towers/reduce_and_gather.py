@@ -32,12 +32,7 @@ PAIRWISE_OPS = dict(max='Maximum', min='Minimum', prod='Mul', all='LogicalAnd', 
 
 
 def gather(
-    shards: Shards,
-    values: Sequence[str],
-    dtype: tf.DType,
-    axis: int,
-    dims: Sequence[Size],
-    device: str,
+    shards: Shards, values: Sequence[str], axis: int, dims: Sequence[Size], device: str
 ) -> str:
     """Concatenates the towers' shards on a device: all examples, in the order of the batch.
 
@@ -50,41 +45,30 @@ def gather(
       dims: of the concatenation.
       device: where the result is made.
     """
-    of_chains = [
-        _concat_chain(shards, chain, values, dtype, axis, dims[axis]) for chain in shards.chains
-    ]
-    gathered = shards.nodes.concat(of_chains, axis, dtype, device)
+    of_chains = [_concat_chain(shards, chain, values, axis, dims[axis]) for chain in shards.chains]
+    gathered = shards.nodes.concat(of_chains, axis, device)
     if shards.active is None:
         return gathered
-    index = index_type(dims[axis])
-    extent = (0, shards.size_value(dims[axis], None, index))
-    return shards.cut(gathered, dtype, axis, extent, device, index)
+    extent = (0, shards.size_value(dims[axis], None, index_type(dims[axis])))
+    return shards.cut(gathered, axis, extent, device)
 
 
 def _concat_chain(
-    shards: Shards,
-    chain: Chain,
-    values: Sequence[str],
-    dtype: tf.DType,
-    axis: int,
-    size: Size,
+    shards: Shards, chain: Chain, values: Sequence[str], axis: int, size: Size
 ) -> str:
     """Concatenates the shards of a chain of towers; `size` is that of all shards together."""
     device = chain[0].device
-    joined = shards.nodes.concat([values[tower.number] for tower in chain], axis, dtype, device)
+    joined = shards.nodes.concat([values[tower.number] for tower in chain], axis, device)
     if shards.active is None or len(chain) == 1:
         return joined
 
     factor = per_row(size, shards.rows)
     assert factor is not None
-    index = index_type(size)
-    extent = (0, shards.count_of_chain(factor, chain, index))
-    return shards.cut(joined, dtype, axis, extent, device, index)
+    extent = (0, shards.count_of_chain(factor, chain, index_type(size)))
+    return shards.cut(joined, axis, extent, device)
 
 
-def gather_selection(
-    shards: Shards, values: Sequence[str], dtype: tf.DType, axis: int, device: str
-) -> str:
+def gather_selection(shards: Shards, values: Sequence[str], axis: int, device: str) -> str:
     """Concatenates the rows of a selection that towers have picked.
 
     What a tower without examples has picked is dropped before that: no other tower knows how many
@@ -106,20 +90,15 @@ def gather_selection(
             value = values[tower.number]
             if shards.active is not None and tower.number > 0:
                 is_active = shards.active[tower.number]
-                limit = nodes.add('SelectV2', [is_active, tf.int32.max, 0], nodes.host, T=tf.int32)
-                value = shards.cut(value, dtype, axis, (0, limit), cut_on)
+                limit = nodes.add('SelectV2', [is_active, tf.int32.max, 0], nodes.host)
+                value = shards.cut(value, axis, (0, limit), cut_on)
             picked.append(value)
-        of_chains.append(nodes.concat(picked, axis, dtype, chain[0].device))
-    return nodes.concat(of_chains, axis, dtype, device)
+        of_chains.append(nodes.concat(picked, axis, chain[0].device))
+    return nodes.concat(of_chains, axis, device)
 
 
 def gather_blocks(
-    shards: Shards,
-    values: Sequence[str],
-    dtype: tf.DType,
-    axis: int,
-    dims: Sequence[Size],
-    device: str,
+    shards: Shards, values: Sequence[str], axis: int, dims: Sequence[Size], device: str
 ) -> str:
     """Gathers shards that are in blocks: the first block of each tower, then the second of each.
 
@@ -128,32 +107,26 @@ def gather_blocks(
     apart = []
     for tower, value in zip(shards.towers, values):
         _, row_count = shards.extent(ONE, tower)
-        blocks = shards.reshape_blocks(
-            value, dtype, axis, dims, row_count, tower.device, apart=True
-        )
-        apart.append(blocks)
+        apart.append(shards.reshape_blocks(value, axis, dims, row_count, tower.device, apart=True))
     dims_apart = [*dims[:axis], ONE, shards.rows.size, *dims[axis + 1 :]]
-    gathered = gather(shards, apart, dtype, axis + 1, dims_apart, device)
-    return shards.reshape_blocks(gathered, dtype, axis, dims, shards.total, device, apart=False)
+    gathered = gather(shards, apart, axis + 1, dims_apart, device)
+    return shards.reshape_blocks(gathered, axis, dims, shards.total, device, apart=False)
 
 
-def reduce(
-    shards: Shards, values: Sequence[str], dtype: tf.DType, reduction: str, device: str
-) -> str:
+def reduce(shards: Shards, values: Sequence[str], reduction: str, device: str) -> str:
     """Reduces the towers' partial results on a device; `reduction` is that of a `Partial`."""
     if reduction == 'mean':
-        return _reduce_mean(shards, values, dtype, device)
+        return _reduce_mean(shards, values, device)
     if shards.active is not None:
-        values = _without_empty_towers(shards, values, dtype, reduction)
+        values = _without_empty_towers(shards, values, reduction)
 
-    of_chains = [_combine_chain(shards, chain, values, dtype, reduction) for chain in shards.chains]
-    return _combine_chains(shards, of_chains, dtype, reduction, device)
+    of_chains = [_combine_chain(shards, chain, values, reduction) for chain in shards.chains]
+    return _combine_chains(shards, of_chains, reduction, device)
 
 
 def sum_in_slices(
     shards: Shards,
     values: Sequence[str],
-    dtype: tf.DType,
     slices: Slices,
     parts: Sequence[Part],
     shape: Sequence[int],
@@ -170,22 +143,18 @@ def sum_in_slices(
     """
     nodes = shards.nodes
     if shards.active is not None:
-        values = _without_empty_towers(shards, values, dtype, 'sum')
+        values = _without_empty_towers(shards, values, 'sum')
     vectors = []
     for chain in shards.chains:
-        running = _combine_chain(shards, chain, values, dtype, 'sum')
+        running = _combine_chain(shards, chain, values, 'sum')
         source = chain[0].device
-        vector = nodes.add('Reshape', [running, [-1]], source, T=dtype)
+        vector = nodes.add('Reshape', [running, [-1]], source)
         vectors.append(exchange.Vector(vector, source, slices.position(source)))
-    sums = exchange.add_up(nodes, slices, parts, vectors, dtype)
-    return nodes.add(
-        'Reshape', [nodes.concat(sums, 0, dtype, device), list(shape)], device, T=dtype
-    )
+    sums = exchange.add_up(nodes, slices, parts, vectors)
+    return nodes.add('Reshape', [nodes.concat(sums, 0, device), list(shape)], device)
 
 
-def _combine_chains(
-    shards: Shards, of_chains: Sequence[str], dtype: tf.DType, reduction: str, device: str
-) -> str:
+def _combine_chains(shards: Shards, of_chains: Sequence[str], reduction: str, device: str) -> str:
     """Combines the partial results of chains of towers on a device.
 
     Those of another machine are combined there first, and sent once.
@@ -195,46 +164,42 @@ def _combine_chains(
     for number, (chain, running) in enumerate(zip(shards.chains, of_chains)):
         sender = relay(devices, chain[0].device, device)
         groups.setdefault(sender or number, []).append(running)
-    combined = [
-        _combine(shards, group, dtype, reduction, str(sender)) for sender, group in groups.items()
-    ]
-    return _combine(shards, combined, dtype, reduction, device)
+    combined = [_combine(shards, group, reduction, str(sender)) for sender, group in groups.items()]
+    return _combine(shards, combined, reduction, device)
 
 
-def _combine_chain(
-    shards: Shards, chain: Chain, values: Sequence[str], dtype: tf.DType, reduction: str
-) -> str:
+def _combine_chain(shards: Shards, chain: Chain, values: Sequence[str], reduction: str) -> str:
     """Combines the partial results of a chain of towers, one after the other, on their device.
 
     For example, a running sum of a gradient: each turn adds its own, and leaves nothing else.
     """
     running = values[chain[0].number]
     for tower in chain[1:]:
-        running = _combine(shards, [running, values[tower.number]], dtype, reduction, tower.device)
+        running = _combine(shards, [running, values[tower.number]], reduction, tower.device)
     return running
 
 
-def _reduce_mean(shards: Shards, values: Sequence[str], dtype: tf.DType, device: str) -> str:
+def _reduce_mean(shards: Shards, values: Sequence[str], device: str) -> str:
     """Averages the towers' means, weighted by how many examples each has; in float32 at least."""
     nodes = shards.nodes
+    dtype = nodes.dtype(values[0])
     wide = dtype if dtype.size > 2 else tf.float32
     weighted = []
     for value, count, tower in zip(values, shards.counts, shards.towers):
-        mean = nodes.cast(value, dtype, wide, tower.device)
+        mean = nodes.cast(value, wide, tower.device)
         weight = nodes.tensor(count, wide)
-        weighted.append(nodes.add('Mul', [mean, weight], tower.device, T=wide))
+        weighted.append(nodes.add('Mul', [mean, weight], tower.device))
 
-    total = reduce(shards, weighted, wide, 'sum', device)
+    total = reduce(shards, weighted, 'sum', device)
     count = nodes.tensor(shards.total, wide)
-    mean = nodes.add('RealDiv', [total, count], device, T=wide)
-    return nodes.cast(mean, wide, dtype, device)
+    mean = nodes.add('RealDiv', [total, count], device)
+    return nodes.cast(mean, dtype, device)
 
 
 def reduce_moments(
     shards: Shards,
     means: Sequence[str],
     variances: Sequence[str],
-    dtype: tf.DType,
     factor: Size,
     device: str,
 ) -> tuple[str, str]:
@@ -254,14 +219,15 @@ def reduce_moments(
       The mean and the unbiased variance of all entries, which is 0 for one entry.
     """
     nodes = shards.nodes
+    dtype = nodes.dtype(means[0])
     of_mean, of_variance, of_difference = _weights_of_moments(shards, dtype, factor)
-    means, variances = _stack(shards, means, variances, dtype, device)
+    means, variances = _stack(shards, means, variances, device)
 
     def add(op_type: str, *inputs: str) -> str:
-        return nodes.add(op_type, inputs, device, T=dtype)
+        return nodes.add(op_type, inputs, device)
 
     def add_up(rows: str) -> str:
-        return nodes.add('Sum', [rows, 0], device, T=dtype, Tidx=tf.int32)
+        return nodes.add('Sum', [rows, 0], device)
 
     mean = add_up(add('Mul', means, of_mean))
     squares = add('Mul', add('SquaredDifference', means, mean), of_difference)
@@ -273,14 +239,14 @@ def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[
     nodes = shards.nodes
 
     def add(op_type: str, *inputs: str) -> str:
-        return nodes.add(op_type, inputs, nodes.host, T=dtype)
+        return nodes.add(op_type, inputs, nodes.host)
 
     with nodes.for_many():
         zero = nodes.const(0, dtype, nodes.host)
         one = nodes.const(1, dtype, nodes.host)
-        of_example = nodes.tensor(shards.size_value(factor, None, tf.int64), dtype, tf.int64)
+        of_example = nodes.tensor(shards.size_value(factor, None, tf.int64), dtype)
         counts = nodes.tensor(list(shards.counts), dtype)
-        column = nodes.add('ExpandDims', [counts, 1], nodes.host, T=dtype, Tdim=tf.int32)
+        column = nodes.add('ExpandDims', [counts, 1], nodes.host)
         entries = add('Mul', column, of_example)
         all_entries = add('Mul', nodes.tensor(shards.total, dtype), of_example)
 
@@ -290,13 +256,13 @@ def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[
 
 
 def _stack(
-    shards: Shards, means: Sequence[str], variances: Sequence[str], dtype: tf.DType, device: str
+    shards: Shards, means: Sequence[str], variances: Sequence[str], device: str
 ) -> tuple[str, str]:
     """Stacks vectors of the towers, two each, as rows; 0 for towers without examples."""
     nodes = shards.nodes
     if shards.active is not None:
-        means = _without_empty_towers(shards, means, dtype, 'sum')
-        variances = _without_empty_towers(shards, variances, dtype, 'sum')
+        means = _without_empty_towers(shards, means, 'sum')
+        variances = _without_empty_towers(shards, variances, 'sum')
 
     # Each device sends one message, or each machine if it's another one.
     devices = [tower.device for tower in shards.towers]
@@ -309,21 +275,18 @@ def _stack(
             vectors = []
             for tower in chain:
                 vectors += [means[tower.number], variances[tower.number]]
-            types = {'T': dtype, 'N': len(vectors)}
-            of_chains.append(nodes.add('Pack', vectors, chain[0].device, **types))
+            of_chains.append(nodes.add('Pack', vectors, chain[0].device))
         if sender is not None:
-            of_chains = [nodes.concat(of_chains, 0, dtype, sender)]
+            of_chains = [nodes.concat(of_chains, 0, sender)]
         stacked += of_chains
 
-    rows = nodes.concat(stacked, 0, dtype, device)  # mean, variance, mean, variance, and so on
-    pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device, T=dtype)
-    first = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
+    rows = nodes.concat(stacked, 0, device)  # mean, variance, mean, variance, and so on
+    pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device)
+    first = nodes.add('Unpack', [pairs], device, num=2, axis=1)
     return first, second_output(first)
 
 
-def _without_empty_towers(
-    shards: Shards, values: Sequence[str], dtype: tf.DType, reduction: str
-) -> list[str]:
+def _without_empty_towers(shards: Shards, values: Sequence[str], reduction: str) -> list[str]:
     """Replaces the results of towers without examples by the neutral element.
 
     It's a `where`, as what such a tower has may be inf or nan, which a product with 0 would keep.
@@ -331,12 +294,13 @@ def _without_empty_towers(
     computed on all there are. But it may have no rows of a selection, of which others have some.
     """
     assert shards.active is not None
+    dtype = shards.nodes.dtype(values[0])
     neutral = _neutral_element(dtype, reduction)
     kept = 0 if isinstance(shards, SelectionShards) else 1
     replaced = list(values[:kept])
     for value, is_active, tower in zip(values[kept:], shards.active[kept:], shards.towers[kept:]):
         operands = [is_active, value, shards.nodes.const(neutral, dtype, tower.device)]
-        replaced.append(shards.nodes.add('SelectV2', operands, tower.device, T=dtype))
+        replaced.append(shards.nodes.add('SelectV2', operands, tower.device))
     return replaced
 
 
@@ -350,17 +314,14 @@ def _neutral_element(dtype: tf.DType, reduction: str) -> Any:
     return dtype.min if reduction == 'max' else dtype.max
 
 
-def _combine(
-    shards: Shards, values: Sequence[str], dtype: tf.DType, reduction: str, device: str
-) -> str:
+def _combine(shards: Shards, values: Sequence[str], reduction: str, device: str) -> str:
     """Combines partial results on a device; a single one stays where it is."""
     if len(values) == 1:
         return values[0]
     if reduction == 'sum':
-        return shards.nodes.sum(values, dtype, device)
+        return shards.nodes.sum(values, device)
 
-    attrs = {} if dtype == tf.bool else {'T': dtype}
     combined = values[0]
     for value in values[1:]:
-        combined = shards.nodes.add(PAIRWISE_OPS[reduction], [combined, value], device, **attrs)
+        combined = shards.nodes.add(PAIRWISE_OPS[reduction], [combined, value], device)
     return combined

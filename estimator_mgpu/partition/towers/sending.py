@@ -44,12 +44,10 @@ class Sender:
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
         self._handed: dict[str, Handed] = {}  # what is sent in slices, by tensor
 
-    def send(self, value: str, dtype: tf.DType, source: str, target: str) -> str:
+    def send(self, value: str, source: str, target: str) -> str:
         """Sends a value to the machine of another device, once for all towers there."""
         receiver = relay(self._devices, target, source)
-        if receiver is None:
-            return value
-        return self._nodes.add('Identity', [value], receiver, T=dtype)
+        return value if receiver is None else self._nodes.add('Identity', [value], receiver)
 
     def is_packed(self, tensor: tf.Tensor) -> bool:
         """Whether a tensor shares messages with others."""
@@ -64,23 +62,22 @@ class Sender:
             names = [packed.name for packed in pack.tensors]
             with self._nodes.serving(tensor.op, is_for_many=True):
                 vector = pack.join(names, self._nodes, source)
-                vector = self.send(vector, pack.dtype, source, device)
+                vector = self.send(vector, source, device)
                 unpacked.update(pack.split(vector, self._nodes, device))
         return unpacked[tensor.name]
 
     def receive(self, tensor: tf.Tensor, device: str) -> str:
         """A full value on another device: sent as a whole, or in slices that devices hand on."""
         full = self._values.full(tensor)
-        dtype = tensor.dtype.base_dtype
         source = self._values.origins.device_of_full(tensor)
         parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
         if not parts or device == source or not self._slices.is_in_grid(device):
-            return self.send(full, dtype, source, device)
+            return self.send(full, source, device)
 
         with self._nodes.serving(tensor.op):
             if tensor.name not in self._handed:
-                vector = self._nodes.add('Reshape', [full, [-1]], source, T=dtype)
+                vector = self._nodes.add('Reshape', [full, [-1]], source)
                 value = Vector(vector, source, self._slices.position(source))
-                self._handed[tensor.name] = Handed(self._nodes, self._slices, parts, value, dtype)
+                self._handed[tensor.name] = Handed(self._nodes, self._slices, parts, value)
             vector = self._handed[tensor.name].on(device)
-            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device, T=dtype)
+            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device)

@@ -61,8 +61,8 @@ class Shards:
         self._symbol_value = symbol_value
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
-        # Those of slices, with the types of their integers.
-        self._extents_with_types: dict[tuple[Size, int], tuple[Extent, tf.DType]] = {}
+        # By how many entries a row has, and the tower's number.
+        self._extents_of_slices: dict[tuple[Size, int], Extent] = {}
 
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
@@ -80,8 +80,8 @@ class Shards:
         first_row = self._cast(first_row, dtype)
         row_count = self._cast(row_count, dtype)
 
-        start = self._multiply(first_row, entries_per_row, dtype)
-        size = self._multiply(row_count, entries_per_row, dtype)
+        start = self._multiply(first_row, entries_per_row)
+        size = self._multiply(row_count, entries_per_row)
         return start, size
 
     def size_value(self, size: Size, tower: Tower | None, dtype: tf.DType) -> Number:
@@ -90,12 +90,12 @@ class Shards:
             return size.static
         value: Number = size.number
         for symbol in size.symbols:
-            value = self._multiply(value, self._symbol_value(symbol, tower, dtype), dtype)
+            value = self._multiply(value, self._symbol_value(symbol, tower, dtype))
         return value
 
     def total_as(self, dtype: tf.DType, more: int = 0) -> Number:
         """How many rows there are, and some more, in an integer type."""
-        return self._add(more, self._cast(self.total, dtype), dtype)
+        return self._add(more, self._cast(self.total, dtype))
 
     def local_sizes(
         self, need: Constant | LocalShape | FullSizes, tower: Tower, scalar: bool, dtype: tf.DType
@@ -121,23 +121,16 @@ class Shards:
                 sizes.append(self.size_value(entry, tower, dtype))
         return sizes
 
-    def slice(
-        self, full: str, dtype: tf.DType, axis: int, factor: Size, tower: Tower, device: str
-    ) -> str:
+    def slice(self, full: str, axis: int, factor: Size, tower: Tower, device: str) -> str:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
-        extent, index = self._extent_with_type(factor, tower)
-        return self.cut(full, dtype, axis, extent, device, index)
-
-    def _extent_with_type(self, factor: Size, tower: Tower) -> tuple[Extent, tf.DType]:
-        """A tower's extent, and the type of its integers: found once for all that is sliced."""
         key = factor, tower.number
-        if key not in self._extents_with_types:
+        if key not in self._extents_of_slices:
             index = index_type(factor * self.rows.size)
-            self._extents_with_types[key] = self.extent(factor, tower, index), index
-        return self._extents_with_types[key]
+            self._extents_of_slices[key] = self.extent(factor, tower, index)
+        return self.cut(full, axis, self._extents_of_slices[key], device)
 
     def slice_of_blocks(
-        self, full: str, dtype: tf.DType, axis: int, dims: Sequence[Size], tower: Tower, device: str
+        self, full: str, axis: int, dims: Sequence[Size], tower: Tower, device: str
     ) -> str:
         """The same of a full value in blocks: the tower's rows of each block.
 
@@ -146,14 +139,13 @@ class Shards:
           dims: of the full value.
         """
         extent = self.extent(ONE, tower)
-        blocks = self.reshape_blocks(full, dtype, axis, dims, self.total, device, apart=True)
-        shard = self.cut(blocks, dtype, axis + 1, extent, device)
-        return self.reshape_blocks(shard, dtype, axis, dims, extent[1], device, apart=False)
+        blocks = self.reshape_blocks(full, axis, dims, self.total, device, apart=True)
+        shard = self.cut(blocks, axis + 1, extent, device)
+        return self.reshape_blocks(shard, axis, dims, extent[1], device, apart=False)
 
     def reshape_blocks(
         self,
         value: str,
-        dtype: tf.DType,
         axis: int,
         dims: Sequence[Size],
         row_count: Number,
@@ -172,58 +164,43 @@ class Shards:
         assert block_count is not None
         blocks = self.size_value(block_count, None, tf.int64)
         rows = self._cast(row_count, tf.int64)
-        blocks_and_rows = [blocks, rows] if apart else [self._multiply(blocks, rows, tf.int64)]
+        blocks_and_rows = [blocks, rows] if apart else [self._multiply(blocks, rows)]
 
         before = [self.size_value(size, None, tf.int64) for size in dims[:axis]]
         after = [self.size_value(size, None, tf.int64) for size in dims[axis + 1 :]]
-        shape = self.nodes.tensor([*before, *blocks_and_rows, *after], tf.int64, tf.int64)
-        return self.nodes.add('Reshape', [value, shape], device, T=dtype, Tshape=tf.int64)
+        shape = self.nodes.tensor([*before, *blocks_and_rows, *after], tf.int64)
+        return self.nodes.add('Reshape', [value, shape], device)
 
-    def cut(
-        self,
-        value: str,
-        dtype: tf.DType,
-        axis: int,
-        extent: Extent,
-        device: str,
-        index: tf.DType = tf.int32,
-    ) -> str:
+    def cut(self, value: str, axis: int, extent: Extent, device: str) -> str:
         """The entries of an extent along an axis, taken on a device.
 
         It's a `StridedSlice` rather than a `Slice`, as that keeps the other dimensions' static
         sizes.
         """
         start, size = extent
-        end = self._add(start, size, index)
-        begin_vector = self.nodes.tensor([*[0] * axis, start], index, index)
-        end_vector = self.nodes.tensor([*[0] * axis, end], index, index)
+        end = self._add(start, size)
+        index = index_type(Size(end)) if isinstance(end, int) else self.nodes.dtype(end)
+        begin_vector = self.nodes.tensor([*[0] * axis, start], index)
+        end_vector = self.nodes.tensor([*[0] * axis, end], index)
         strides = self.nodes.tensor([1] * (axis + 1), index)
 
         # A bit for each dimension before the axis, which is taken from its begin to its end.
         mask = (1 << axis) - 1
-        return self.nodes.add(
-            'StridedSlice',
-            [value, begin_vector, end_vector, strides],
-            device,
-            T=dtype,
-            Index=index,
-            begin_mask=mask,
-            end_mask=mask,
-        )
+        inputs = [value, begin_vector, end_vector, strides]
+        return self.nodes.add('StridedSlice', inputs, device, begin_mask=mask, end_mask=mask)
 
     def join_parts(self, parts: Sequence[tf.Tensor], tower: Tower) -> str:
         """A tower's shard of a batch of which each machine has read a part, in order.
 
         Each part is cut on the machine that has it, so that only what the tower needs is sent.
         """
-        dtype = parts[0].dtype
         if not self._extents_in_parts:
             self._add_extents_in_parts(parts)
 
         pieces = []
         for part, extent in zip(parts, self._extents_in_parts[tower.number]):
-            pieces.append(self.cut(part.name, dtype, 0, extent, part.device))
-        return self.nodes.concat(pieces, 0, dtype, tower.device)
+            pieces.append(self.cut(part.name, 0, extent, part.device))
+        return self.nodes.concat(pieces, 0, tower.device)
 
     def _add_extents_in_parts(self, parts: Sequence[tf.Tensor]) -> None:
         """Adds ops that compute each tower's extent in each part."""
@@ -246,31 +223,32 @@ class Shards:
 
     def _cast(self, rows: Number, dtype: tf.DType) -> Number:
         """A number of rows in another type; it's an int32 scalar if the graph doesn't know it."""
-        if isinstance(rows, int) or dtype == tf.int32:
+        if isinstance(rows, int):
             return rows
         with self.nodes.for_many():
-            return self.nodes.cast(rows, tf.int32, dtype, self.nodes.host)
+            return self.nodes.cast(rows, dtype, self.nodes.host)
 
-    def _multiply(self, a: Number, b: Number, dtype: tf.DType) -> Number:
+    def _multiply(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):
             return a * b
         if a == 1:
             return b
         if b == 1:
             return a
-        return self._binary('Mul', a, b, dtype)
+        return self._binary('Mul', a, b)
 
-    def _add(self, a: Number, b: Number, dtype: tf.DType) -> Number:
+    def _add(self, a: Number, b: Number) -> Number:
         if isinstance(a, int) and isinstance(b, int):
             return a + b
         if a == 0:
             return b
-        return self._binary('AddV2', a, b, dtype)
+        return self._binary('AddV2', a, b)
 
-    def _binary(self, op_type: str, a: Number, b: Number, dtype: tf.DType) -> str:
+    def _binary(self, op_type: str, a: Number, b: Number) -> str:
+        [dtype, *_] = [self.nodes.dtype(number) for number in (a, b) if isinstance(number, str)]
         scalars = [self.nodes.scalar(a, dtype), self.nodes.scalar(b, dtype)]
         with self.nodes.for_many():
-            return self.nodes.add(op_type, scalars, self.nodes.host, T=dtype)
+            return self.nodes.add(op_type, scalars, self.nodes.host)
 
 
 class EqualShards(Shards):
@@ -344,16 +322,16 @@ class SelectionShards(Shards):
         counts: list[Number] = []
         rows_before: Number = 0
         for size, is_active in zip(sizes, self._flags(origin)):
-            counts.append(self._multiply(size, is_active, tf.int32))
+            counts.append(self._multiply(size, is_active))
             # A tower without examples computes on others' rows: on the first ones.
-            starts.append(self._multiply(rows_before, is_active, tf.int32))
-            rows_before = self._add(rows_before, counts[-1], tf.int32)
+            starts.append(self._multiply(rows_before, is_active))
+            rows_before = self._add(rows_before, counts[-1])
 
         self.total = rows_before
         self.counts = counts
-        self.active = [self._binary('Greater', count, 0, tf.int32) for count in counts]
+        self.active = [self._binary('Greater', count, 0) for count in counts]
         # If no tower has a row, the first one computes on none, as one device would.
-        is_empty = self._binary('Equal', rows_before, 0, tf.int32)
+        is_empty = self._binary('Equal', rows_before, 0)
         self.active[0] = self.nodes.add('LogicalOr', [self.active[0], is_empty], self.nodes.host)
         self._extents = list(zip(starts, sizes))
         self._extents_of_chains = [self._extent_of_chain(chain) for chain in self.chains]
@@ -363,12 +341,12 @@ class SelectionShards(Shards):
         if origin.active is None:
             return [1] * len(self.towers)
         host = self.nodes.host
-        return [self.nodes.cast(name, tf.bool, tf.int32, host) for name in origin.active]
+        return [self.nodes.cast(name, tf.int32, host) for name in origin.active]
 
     def _extent_of_chain(self, chain: Chain) -> Extent:
         count: Number = 0
         for tower in chain:
-            count = self._add(count, self.counts[tower.number], tf.int32)
+            count = self._add(count, self.counts[tower.number])
         return self._extents[chain[0].number][0], count
 
 

@@ -9,16 +9,12 @@ example, the second tower has the examples from 3 on:
 
 from __future__ import annotations
 
-import tensorflow.compat.v1 as tf
-
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.shards import Shards
 
 
-def positions(
-    shards: Shards, indices: str, dtype: tf.DType, factor: Size, tower: Tower, device: str
-) -> str:
+def positions(shards: Shards, indices: str, factor: Size, tower: Tower, device: str) -> str:
     """Which entries are in a tower's rows: their positions, a vector.
 
     What is in no row, and lets ops fail, counts as of the first or the last row: they fail still.
@@ -28,42 +24,35 @@ def positions(
       factor: how many rows an example has.
     """
     nodes = shards.nodes
+    dtype = nodes.dtype(indices)
     start, size = shards.extent(factor, tower, dtype)
     first = nodes.scalar(start, dtype)
     count = nodes.scalar(size, dtype)
-    end = nodes.add('AddV2', [first, count], nodes.host, T=dtype)
+    end = nodes.add('AddV2', [first, count], nodes.host)
 
     # The first column: indices[:, 0].
     rows = nodes.add(
         'StridedSlice',
         [indices, [0, 0], [0, 1], [1, 1]],
         device,
-        T=dtype,
-        Index=tf.int32,
         begin_mask=1,
         end_mask=1,
         shrink_axis_mask=2,
     )
     total = shards.size_value(factor * shards.rows.size, None, dtype)
     one = nodes.scalar(1, dtype)
-    last = nodes.add('Sub', [nodes.scalar(total, dtype), one], nodes.host, T=dtype)
-    rows = nodes.add('Maximum', [rows, nodes.scalar(0, dtype)], device, T=dtype)
-    rows = nodes.add('Minimum', [rows, last], device, T=dtype)
-    is_after_start = nodes.add('GreaterEqual', [rows, first], device, T=dtype)
-    is_before_end = nodes.add('Less', [rows, end], device, T=dtype)
+    last = nodes.add('Sub', [nodes.scalar(total, dtype), one], nodes.host)
+    rows = nodes.add('Maximum', [rows, nodes.scalar(0, dtype)], device)
+    rows = nodes.add('Minimum', [rows, last], device)
+    is_after_start = nodes.add('GreaterEqual', [rows, first], device)
+    is_before_end = nodes.add('Less', [rows, end], device)
     is_own = nodes.add('LogicalAnd', [is_after_start, is_before_end], device)
-    found = nodes.add('Where', [is_own], device, T=tf.bool)
-    return nodes.add('Reshape', [found, [-1]], device, T=tf.int64)
+    found = nodes.add('Where', [is_own], device)
+    return nodes.add('Reshape', [found, [-1]], device)
 
 
 def count_from_first(
-    shards: Shards,
-    indices: str,
-    dtype: tf.DType,
-    column_count: int,
-    factor: Size,
-    tower: Tower,
-    device: str,
+    shards: Shards, indices: str, column_count: int, factor: Size, tower: Tower, device: str
 ) -> str:
     """The indices of a tower's entries, with rows counted from the tower's first one.
 
@@ -72,8 +61,9 @@ def count_from_first(
       column_count: how many dimensions the sparse tensor has.
       factor: how many rows an example has.
     """
+    dtype = shards.nodes.dtype(indices)
     start, _ = shards.extent(factor, tower, dtype)
     if start == 0:
         return indices
-    offset = shards.nodes.tensor([start, *[0] * (column_count - 1)], dtype, dtype)
-    return shards.nodes.add('Sub', [indices, offset], device, T=dtype)
+    offset = shards.nodes.tensor([start, *[0] * (column_count - 1)], dtype)
+    return shards.nodes.add('Sub', [indices, offset], device)

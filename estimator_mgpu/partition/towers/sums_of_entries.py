@@ -48,7 +48,7 @@ class SumsOfEntries:
         self._device_of_full = device_of_full
         self._counts: dict[tuple[str, RowSpace | None], str] = {}
 
-    def padded(self, copy: str, dtype: tf.DType, rank: int, padding: Padding, tower: Tower) -> str:
+    def padded(self, copy: str, rank: int, padding: Padding, tower: Tower) -> str:
         """What a tower's copy of an op gives, with zeros behind it.
 
         Args:
@@ -56,17 +56,16 @@ class SumsOfEntries:
           rank: how many dimensions it has.
           padding: how many sums there have to be.
         """
-        nodes, device, host = self._nodes, tower.device, host_of(tower.device)
+        nodes = self._nodes
+        host = host_of(tower.device)
         size = self.size(padding.indices, tower, padding.rows)
 
-        shape = nodes.add('Shape', [copy], device, T=dtype, out_type=tf.int32)
-        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
-        count = nodes.add('Gather', [shape, 0], host, **types)
-        zeros = nodes.add('Sub', [size, count], host, T=tf.int32)
+        shape = nodes.add('Shape', [copy], tower.device, out_type=tf.int32)
+        count = nodes.add('Gather', [shape, 0], host)
+        zeros = nodes.add('Sub', [size, count], host)
         vector = nodes.tensor([0, zeros, *[0, 0] * (rank - 1)])
-        types = {'T': tf.int32, 'Tshape': tf.int32}
-        paddings = nodes.add('Reshape', [vector, [rank, 2]], host, **types)
-        return nodes.add('Pad', [copy, paddings], device, T=dtype, Tpaddings=tf.int32)
+        paddings = nodes.add('Reshape', [vector, [rank, 2]], host)
+        return nodes.add('Pad', [copy, paddings], tower.device)
 
     def size(self, indices: str, tower: Tower, rows: RowSpace | None = None) -> str:
         """How many of a tower's rows come up to the last one with an entry: an int32 scalar.
@@ -78,15 +77,14 @@ class SumsOfEntries:
         nodes = self._nodes
         start, size = self._shards.extent(ONE, tower)
         total = self._count(indices, rows)
-        count = nodes.add('Sub', [total, nodes.scalar(start, tf.int32)], nodes.host, T=tf.int32)
-        count = nodes.add('Maximum', [count, 0], nodes.host, T=tf.int32)
-        return nodes.add('Minimum', [count, nodes.scalar(size, tf.int32)], nodes.host, T=tf.int32)
+        count = nodes.add('Sub', [total, start], nodes.host)
+        count = nodes.add('Maximum', [count, 0], nodes.host)
+        return nodes.add('Minimum', [count, size], nodes.host)
 
     def size_behind(self, indices: str, tower: Tower) -> str:
         """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
         _, size = self._shards.extent(ONE, tower)
-        both = [self._nodes.scalar(size, tf.int32), self.size(indices, tower)]
-        return self._nodes.add('Sub', both, self._nodes.host, T=tf.int32)
+        return self._nodes.add('Sub', [size, self.size(indices, tower)], self._nodes.host)
 
     def _count(self, indices_name: str, rows: RowSpace | None) -> str:
         """How many rows come up to the last one with an entry, of all towers: an int32 scalar."""

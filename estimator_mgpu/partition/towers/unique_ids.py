@@ -38,7 +38,6 @@ class MergedIds(NamedTuple):
 def merge(
     shards: Shards,
     ids: Sequence[str],
-    dtype: tf.DType,
     is_sorted: bool,
     firsts: Sequence[str],
     device: str,
@@ -53,47 +52,37 @@ def merge(
         [] if ids of a tower come before those of the next one.
     """
     nodes = shards.nodes
-    joined = gather_selection(shards, ids, dtype, 0, device)
-    unique = nodes.add(op_types.UNIQUE, [joined], device, T=dtype, out_idx=tf.int32)
+    joined = gather_selection(shards, ids, 0, device)
+    unique = nodes.add(op_types.UNIQUE, [joined], device, out_idx=tf.int32)
     places = second_output(unique)
-    count = nodes.add('Size', [unique], device, T=dtype, out_type=tf.int32)
+    count = nodes.add('Size', [unique], device, out_type=tf.int32)
     if is_sorted:
-        order = nodes.argsort(unique, dtype, device)
+        order = nodes.argsort(unique, device)
     elif firsts:
-        joined = gather_selection(shards, firsts, tf.int64, 0, device)
-        first = nodes.add('UnsortedSegmentMin', [joined, places, count], device, **_types(tf.int64))
-        order = nodes.argsort(first, tf.int64, device)
+        joined = gather_selection(shards, firsts, 0, device)
+        first = nodes.add('UnsortedSegmentMin', [joined, places, count], device)
+        order = nodes.argsort(first, device)
     else:
         return MergedIds(unique, places, count)
 
-    ranks = nodes.add('InvertPermutation', [order], device, T=tf.int32)
-    sorted_ids = nodes.take(unique, dtype, order, device, tf.int32)
-    sorted_places = nodes.take(ranks, tf.int32, places, device, tf.int32)
+    ranks = nodes.add('InvertPermutation', [order], device)
+    sorted_ids = nodes.take(unique, order, device)
+    sorted_places = nodes.take(ranks, places, device)
     return MergedIds(sorted_ids, sorted_places, count)
 
 
-def add_up(
-    shards: Shards, merged: MergedIds, sums: Sequence[str], dtype: tf.DType, device: str
-) -> str:
+def add_up(shards: Shards, merged: MergedIds, sums: Sequence[str], device: str) -> str:
     """Adds up what towers have of the same ids."""
-    joined = gather_selection(shards, sums, dtype, 0, device)
+    joined = gather_selection(shards, sums, 0, device)
     inputs = [joined, merged.places, merged.size]
-    return shards.nodes.add(op_types.UNSORTED_SEGMENT_SUM, inputs, device, **_types(dtype))
+    return shards.nodes.add(op_types.UNSORTED_SEGMENT_SUM, inputs, device)
 
 
-def take_first(
-    shards: Shards, merged: MergedIds, rows: Sequence[str], dtype: tf.DType, device: str
-) -> str:
+def take_first(shards: Shards, merged: MergedIds, rows: Sequence[str], device: str) -> str:
     """Takes of each id what the first tower has that has it."""
     nodes = shards.nodes
-    joined = gather_selection(shards, rows, dtype, 0, device)
-    size = nodes.add('Size', [merged.places], device, T=tf.int32, out_type=tf.int32)
-    numbers = nodes.add('Range', [0, size, 1], device, Tidx=tf.int32)
-    inputs = [numbers, merged.places, merged.size]
-    firsts = nodes.add('UnsortedSegmentMin', inputs, device, **_types(tf.int32))
-    return nodes.take(joined, dtype, firsts, device, tf.int32)
-
-
-def _types(dtype: tf.DType) -> dict[str, tf.DType]:
-    """The attributes of a reduction of the rows of each id."""
-    return {'T': dtype, 'Tindices': tf.int32, 'Tnumsegments': tf.int32}
+    joined = gather_selection(shards, rows, 0, device)
+    size = nodes.add('Size', [merged.places], device, out_type=tf.int32)
+    numbers = nodes.add('Range', [0, size, 1], device)
+    firsts = nodes.add('UnsortedSegmentMin', [numbers, merged.places, merged.size], device)
+    return nodes.take(joined, firsts, device)

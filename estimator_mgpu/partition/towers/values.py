@@ -7,64 +7,32 @@ when it's first asked for: gathered, reduced, or taken from the first tower if a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import if_same, parts_of
-from estimator_mgpu.devices import host_of
+from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.messages.slices import Slices
-from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder, Number
-from estimator_mgpu.partition.placements import MOMENTS, Partial, Positions, Shard
-from estimator_mgpu.partition.plan import (
-    CountedFromFirst,
-    LoopFrame,
-    RaggedRows,
-    Reduced,
-    Slice,
-    SparseRows,
-)
-from estimator_mgpu.partition.rules.selections import before_arrangement
+from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder
+from estimator_mgpu.partition.placements import MOMENTS, Partial, Shard
+from estimator_mgpu.partition.plan import LoopFrame, Reduced, Slice
 from estimator_mgpu.partition.sizes import (
     ONE,
-    DenseEntries,
-    Dim,
-    Entries,
-    Largest,
-    LongestRow,
-    RowsBehind,
     RowSpace,
-    RowsToLast,
     SelectedRows,
-    Splits,
     UniqueRows,
-    may_be_paired,
     per_row,
     product,
 )
 from estimator_mgpu.partition.tower import Tower
-from estimator_mgpu.partition.towers import (
-    bits,
-    ragged_features,
-    reduce_and_gather,
-    sparse_features,
-    unique_ids,
-)
+from estimator_mgpu.partition.towers import reduce_and_gather, unique_ids
+from estimator_mgpu.partition.towers.local_parts import LocalParts
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
-from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
+from estimator_mgpu.partition.towers.row_spaces import ShardsOfRows
+from estimator_mgpu.partition.towers.shards import Shards
 from estimator_mgpu.tf_internals import op_types
-
-_OTHER_ENTRIES = (
-    'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
-    'must have the same number of entries that a mask such as `x != -1` or `tf.sparse.from_dense` '
-    'keeps. Give tensors of which as many are kept. Feature columns leave out ids of -1 and '
-    'weights of 0: give a weight other than 0 for each id, and 0 for each -1. '
-    'The numbers of entries of'
-)
 
 
 class Values:
@@ -74,6 +42,12 @@ class Values:
       packs: by the names of tensors that share a message with others.
       packs_of_ops: by the names of small partial sums that are reduced with others of their op.
       slices: which sums are made in slices.
+
+    Attributes:
+      origins: tells which full values are made from local ones.
+      shards: which rows towers have, and the values of sizes.
+      local_parts: what towers take of full values.
+      full_values: the full values that were made from local ones so far, by the names of tensors.
     """
 
     def __init__(
@@ -86,55 +60,36 @@ class Values:
         towers: Sequence[Tower],
         nodes: NodeBuilder,
     ):
-        plan = division.plan
         self.origins = origins
         self._graph = division.graph
-        self._plan = plan
+        self._plan = division.plan
         self._towers = towers
         self._nodes = nodes
         self._order = division.order
         self._packs = packs
         self._packs_of_ops = packs_of_ops
         self._slices = slices
-        self.batch_shards: Shards = EqualShards(
-            plan.rows, division.total, towers, nodes, self._symbol_value
-        )
-        self._shards: dict[RowSpace, Shards] = {plan.rows: self.batch_shards}
+        self.shards = ShardsOfRows(division, origins, towers, nodes, self)
+        self.local_parts = LocalParts(division, origins, towers, nodes, self.shards, self)
 
         self.full_values: dict[str, str] = {}
-        """The full values that were made from local ones so far, by the names of the tensors."""
-        # By the names of ops, what is put behind the rows of their copies.
-        self._paddings = {
-            name: op_plan.padding for name, op_plan in plan.ops.items() if op_plan.padding
-        }
-        self._titles = division.batch.titles_of_entries()
-        self._dense_titles = division.batch.titles_of_dense()
-        self._sums_of_entries = SumsOfEntries(
-            self._graph, nodes, self.batch_shards, self._titles, origins.device_of_full
-        )
-        # Values of sparse tensors that fail if they are too many, or too few, by their names.
-        self._as_many: dict[str, str] = {}
 
-    def copy_name(self, op_name: str, tower: Tower) -> str:
-        """The name of a tower's copy of an op."""
-        return self._nodes.names.copy(op_name, tower.number)
-
-    def copy_names(self, op: tf.Operation, towers: Sequence[Tower]) -> list[str]:
-        """The names of towers' copies of an op."""
-        return [self.copy_name(op.name, tower) for tower in towers]
-
-    def name_of_result(self, op: tf.Operation) -> str:
-        """The name of an identity that gives what one of the user's ops computes."""
-        return self._nodes.names.added(op.name, f'result_{op.name.rpartition("/")[2]}')
-
-    def frame_name(self, frame: str, is_joint: bool, tower: Tower) -> str:
-        """The name of the frame of a tower's copy of a v1 loop, whose frame has a name.
-
-        Each tower's loop has a frame of its own, unless all make each step together.
-        """
-        if is_joint:
-            return f'{self._nodes.scope}/all_towers/{frame}'
-        return self.copy_name(frame, tower)
+    def local(self, tensor: tf.Tensor, tower: Tower) -> str:
+        """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
+        if tensor.name not in self.origins.sources:
+            name = self._nodes.names.copy(tensor.op.name, tower.number)
+            copy = f'{name}:{tensor.value_index}'
+            op_plan = self._plan.ops.get(tensor.op.name)
+            if op_plan is None or op_plan.padding is None:
+                return copy
+            rank = len(self._plan.sizes.dims(tensor) or [])
+            return self.shards.sums_of_entries.padded(copy, rank, op_plan.padding, tower)
+        parts = parts_of(tensor)
+        if len(parts) > 1:
+            return self.shards.of_batch.join_parts(parts, tower)
+        if tensor.name in self._plan.entries:
+            return self.local_parts.of_feature(tensor, self._plan.entries[tensor.name], tower)
+        return self.local_parts.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def local_in_loop(self, tensor: tf.Tensor, tower: Tower, loops: Sequence[LoopFrame]) -> str:
         """What a tower has of a tensor in v1 loops, so that what is added of it is there, too."""
@@ -144,244 +99,14 @@ class Values:
 
     def frames(self, loops: Sequence[LoopFrame], tower: Tower) -> Frames:
         """The frames of a tower's copies of v1 loops."""
-        return tuple(
-            (self.frame_name(loop.name, loop.is_joint, tower), loop.parallel_iterations)
-            for loop in loops
-        )
-
-    def local(self, tensor: tf.Tensor, tower: Tower) -> str:
-        """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
-        if tensor.name not in self.origins.sources:
-            op_name = tensor.op.name
-            copy = f'{self.copy_name(op_name, tower)}:{tensor.value_index}'
-            if op_name not in self._paddings:
-                return copy
-            rank = len(self._plan.sizes.dims(tensor) or [])
-            return self._sums_of_entries.padded(
-                copy, tensor.dtype.base_dtype, rank, self._paddings[op_name], tower
-            )
-        parts = parts_of(tensor)
-        if len(parts) > 1:
-            return self.batch_shards.join_parts(parts, tower)
-        if tensor.name in self._plan.entries:
-            return self.part_of_feature(tensor, self._plan.entries[tensor.name], tower)
-        return self.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
-
-    def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
-        """A tower's slice of a full value, taken on the device that has the full value."""
-        shards = self.shards_of(need.rows)
-        device = self.origins.device_of_full(tensor)
-        dtype = tensor.dtype.base_dtype
-        full = self._sure_of_rows(tensor, need, device)
-        if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
-            places = self._places(need.rows, tower)
-            return self._nodes.take(full, dtype, places, device, tf.int64, need.axis)
-        if need.in_blocks:
-            dims = list(self._plan.sizes.dims(tensor) or [])
-            dims[need.axis] = need.factor * need.rows.size
-            return shards.slice_of_blocks(full, dtype, need.axis, dims, tower, device)
-        if need.axis == 0 and self._waits_as_bits(tensor):
-            packed = bits.pack(self._nodes, full, tensor, device)
-            rows = shards.slice(packed, bits.PACKED, 0, need.factor, tower, device)
-            return bits.unpack(self._nodes, rows, tensor, tower.device)
-        return shards.slice(full, dtype, need.axis, need.factor, tower, device)
-
-    def _sure_of_rows(self, tensor: tf.Tensor, need: Slice, device: str) -> str:
-        """The full value of which towers take slices, which has to have all rows, and no more.
-
-        A rule may rely on it, as its op fails otherwise. But towers would leave out rows that are
-        too many, and none of their ops would fail.
-        """
-        full = self.full(tensor)
-        dims = self._plan.sizes.dims(tensor)
-        rows = need.factor * need.rows.size
-        if dims and dims[need.axis].same_as(rows):
-            return full
-        count = self.shards_of(need.rows).size_value(rows, None, tf.int64)
-        if dims and may_be_paired(dims[need.axis], need.rows):
-            others = self._title_of_dense(need.rows)
-            titles = f'{self._title_of_dense(dims[need.axis].rows)}, {others}'
-            return self._if_as_many_entries(tensor, full, need.axis, count, titles, device)
-        # A split into `count` rows and none fails if there are more or fewer. Grappler would remove
-        # one into a single part.
-        parts = self._nodes.tensor([count, 0], tf.int64, tf.int64)
-        types = {'T': tensor.dtype.base_dtype, 'Tlen': tf.int64, 'num_split': 2}
-        return self._nodes.add('SplitV', [full, parts, need.axis], device, **types)
-
-    def _title_of_dense(self, rows: RowSpace | None) -> str:
-        """What a message calls the dense tensor with some of whose entries a row space begins."""
-        assert isinstance(rows, DenseEntries)
-        mask = before_arrangement(self._graph.get_tensor_by_name(rows.name).op.inputs[0])
-        dense = before_arrangement(mask.op.inputs[0])
-        return self._dense_titles.get(dense.name, dense.name)
-
-    def _if_as_many_entries(
-        self, tensor: tf.Tensor, full: str, axis: int, others: Number, titles: str, device: str
-    ) -> str:
-        """A full value, which fails unless it has as many entries as others have.
-
-        Args:
-          tensor: what one device has.
-          full: its full value.
-          axis: the dimension along which the entries are.
-          others: how many others there are, int64.
-          titles: what the message calls the tensors, this one first.
-          device: that of the full value.
-        """
-        nodes = self._nodes
-        dtype = tensor.dtype.base_dtype
-        shape = nodes.add('Shape', [full], device, T=dtype, out_type=tf.int64)
-        types = {'Tparams': tf.int64, 'Tindices': tf.int32}
-        count = nodes.add('Gather', [shape, axis], nodes.host, **types)
-        counts = nodes.tensor([count, others], tf.int64, tf.int64)
-        message = nodes.const(f'{_OTHER_ENTRIES} {titles} are', tf.string, nodes.host)
-        same = nodes.add('Equal', [count, nodes.scalar(others, tf.int64)], nodes.host, T=tf.int64)
-        check = nodes.add(
-            'Assert', [same, message, counts], nodes.host, T=(tf.string, tf.int64), summarize=2
-        )
-        waits = f'^{check.partition(":")[0]}'
-        return nodes.add('Identity', [full, waits], device, T=dtype)
-
-    def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
-        """Whether a full value waits for its turns as bits: a mask that isn't the batch's."""
-        has_turns = self._towers[-1].turn > 0
-        return has_turns and tensor.name not in self.origins.sources and bits.can_be_packed(tensor)
-
-    def part_of_feature(
-        self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower
-    ) -> str:
-        """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
-        if isinstance(need, RaggedRows) and tensor.name == need.splits:
-            return self._row_splits(need, tower)
-        positions = self._positions_of_entries(need, tower)
-        device = self.origins.device_of_full(tensor)
-        dtype = tensor.dtype.base_dtype
-        full = self.full(tensor)
-        if isinstance(need, SparseRows) and tensor.name in self._plan.at_others_entries:
-            full = self._as_many_values(tensor, need.indices)
-        taken = self._nodes.take(full, dtype, positions, device)
-        if isinstance(need, RaggedRows) or tensor.name != need.indices:
-            return taken
-        shards = self.shards_of(need.rows)
-        columns = tensor.shape.as_list()[1]
-        return sparse_features.count_from_first(
-            shards, taken, dtype, columns, need.factor, tower, device
-        )
-
-    def _as_many_values(self, values: tf.Tensor, indices_name: str) -> str:
-        """Values that are used with the entries of another sparse tensor, one by one.
-
-        They fail unless there are as many of both. Towers would leave out values that are too many,
-        and none of their ops would fail.
-        """
-        if values.name not in self._as_many:
-            indices = self._graph.get_tensor_by_name(indices_name)
-            message = (
-                'two sparse tensors that are used entry by entry, as ids and their weights are, '
-                'must have the same number of entries: let the input_fn give one weight for each '
-                'id, in the order of the ids. The numbers of entries of '
-                f'{self._titles[indices_name]}, {self._titles[values.name]} are'
-            )
-            with self._nodes.at_once(self.origins.device_of_full(values), values.op):
-                counts = [tf.shape(indices)[0], tf.size(values)]
-                self._as_many[values.name] = if_same(counts, message, values).name
-        return self._as_many[values.name]
-
-    def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
-        """Which entries, or values, are a tower's: their positions among all, a vector."""
-        shards = self.shards_of(need.rows)
-        if isinstance(need, RaggedRows):
-            bounds, device = self._bounds_of_rows(need)
-            return ragged_features.positions(shards, bounds, tower, device)
-        indices = self._graph.get_tensor_by_name(need.indices)
-        return sparse_features.positions(
-            shards,
-            self.full(indices),
-            indices.dtype,
-            need.factor,
-            tower,
-            self.origins.device_of_full(indices),
-        )
-
-    def _row_splits(self, need: RaggedRows, tower: Tower) -> str:
-        """The row splits of a tower's rows."""
-        bounds, device = self._bounds_of_rows(need)
-        dtype = self._graph.get_tensor_by_name(need.splits).dtype
-        splits = ragged_features.row_splits(self.shards_of(need.rows), bounds, tower, device)
-        return self._nodes.cast(splits, tf.int64, dtype, device)
-
-    def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
-        """Where the rows of a ragged tensor begin and end among its values; and the device."""
-        values = self._graph.get_tensor_by_name(need.values)
-        splits = self._graph.get_tensor_by_name(need.splits)
-        device = self.origins.device_of_full(splits)
-        bounds = ragged_features.bounds(
-            self._nodes,
-            self.full(splits),
-            splits.dtype,
-            self.full(values),
-            values.dtype,
-            self.origins.device_of_full(values),
-            device,
-        )
-        return bounds, device
-
-    def _places(self, rows: SelectedRows, tower: Tower) -> str:
-        """For each of a tower's rows, its place in the full value, if rows may be in any order."""
-        if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.name], tower)
-        host = self._nodes.host
-        order = self._order_of_entries(rows, host)
-        ranks = self._nodes.add('InvertPermutation', [order], host, T=tf.int32)
-        ranks = self._nodes.cast(ranks, tf.int32, tf.int64, host)
-        return self.shards_of(rows).slice(ranks, tf.int64, 0, ONE, tower, host)
-
-    def _order_of_entries(self, rows: SelectedRows, device: str) -> str:
-        """How the joined rows of all towers are put in order: an argsort of their `_numbers`."""
-        numbers = [self._numbers(rows, tower) for tower in self._towers]
-        origin = self.shards_of(rows.origin)
-        joined = reduce_and_gather.gather_selection(origin, numbers, tf.int64, 0, device)
-        return self._nodes.argsort(joined, tf.int64, device)
-
-    def _numbers(self, rows: SelectedRows, tower: Tower) -> str:
-        """For each of a tower's rows, a number that grows along the full value."""
-        if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.name], tower)
-        assert rows.picked_from is not None
-        numbers = self._numbers(rows.picked_from, tower)
-        picked = self._graph.get_tensor_by_name(rows.name)
-        local = self.local(picked, tower)
-        vector = self._nodes.add('Reshape', [local, [-1]], tower.device, T=picked.dtype)
-        return self._nodes.take(numbers, tf.int64, vector, tower.device, picked.dtype)
-
-    def counted_from_first(
-        self,
-        tensor: tf.Tensor,
-        indices: str,
-        need: CountedFromFirst,
-        tower: Tower,
-        device: str,
-    ) -> str:
-        """A tower's indices, each of which begins with its row, counted from the tower's first.
-
-        Args:
-          tensor: the user's.
-          indices: what the tower has of it, counted from the first row of all.
-        """
-        shards = self.shards_of(need.rows)
-        dims = self._plan.sizes.dims(tensor) or []
-        columns = dims[-1].static if len(dims) > 1 else 1
-        assert columns is not None, 'the rule knows how long an index is'
-        return sparse_features.count_from_first(
-            shards, indices, tensor.dtype.base_dtype, columns, need.factor, tower, device
-        )
+        names = [self._nodes.names.frame(loop.name, tower.number, loop.is_joint) for loop in loops]
+        return tuple((name, loop.parallel_iterations) for name, loop in zip(names, loops))
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
         """The reduced value of towers' partial results in joint loops, on the first device."""
         values = [self.local_in_loop(tensor, tower, loops) for tower in self._towers]
-        dtype = tensor.dtype.base_dtype
-        shards = self.shards_of(need.rows)
-        return reduce_and_gather.reduce(shards, values, dtype, need.reduce, self._towers[0].device)
+        shards = self.shards.of(need.rows)
+        return reduce_and_gather.reduce(shards, values, need.reduce, self._towers[0].device)
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
@@ -390,53 +115,11 @@ class Values:
                 self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
-    def shards_of(self, rows: RowSpace) -> Shards:
-        """The shards of a row space: the batch's, or one of a tensor."""
-        if isinstance(rows, SelectedRows) and rows not in self._shards:
-            self._shards[rows] = self._shards_of_selection(rows)
-        if rows not in self._shards:
-            total = self._count_rows(rows) if rows.static is None else None
-            self._shards[rows] = EqualShards(
-                rows, total, self._towers, self._nodes, self._symbol_value
-            )
-        return self._shards[rows]
-
-    def _count_rows(self, rows: RowSpace) -> tf.Tensor:
-        """How many rows the tensor has with which a row space starts."""
-        tensor = self._graph.get_tensor_by_name(rows.name)
-        with self._nodes.at_once(self.origins.device_of_full(tensor), tensor.op):
-            return tf.shape(tensor)[0]
-
-    def _shards_of_selection(self, rows: SelectedRows) -> Shards:
-        """The shards of a selection, of which each tower has the rows that it has picked."""
-        selection = self._graph.get_tensor_by_name(rows.name)
-        sizes: list[Number]
-        if isinstance(rows, RowsToLast):
-            sizes = [self._sums_of_entries.size(rows.name, tower) for tower in self._towers]
-        elif isinstance(rows, RowsBehind):
-            sizes = [self._sums_of_entries.size_behind(rows.name, tower) for tower in self._towers]
-        else:
-            first_dim = Dim(selection.name, 0)
-            sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
-        origin = self.shards_of(rows.origin)
-        shards = SelectionShards(rows, sizes, origin, self._symbol_value)
-        if isinstance(rows, UniqueRows):
-            shards.total = self._count_ids(selection)
-        return shards
-
-    def _count_ids(self, ids: tf.Tensor) -> str:
-        """How many different ids all towers have together."""
-        full = self.full(ids)
-        device = self.origins.device_of_full(ids)
-        shape = self._nodes.add('Shape', [full], device, T=ids.dtype, out_type=tf.int32)
-        types = {'Tparams': tf.int32, 'Tindices': tf.int32}
-        return self._nodes.add('Gather', [shape, 0], host_of(device), **types)
-
     def _make_full(self, tensor: tf.Tensor) -> dict[str, str]:
         """Makes a full value from local ones; returns it by name, with others of its pack."""
         name = tensor.name
         if self.origins.is_size_of_local(tensor):
-            size = self._make_size(tensor)
+            size = self.shards.size(tensor)
             if self._order.liveness.may_be_dead(tensor.op):
                 size = self._dead_as(tensor, size)
             return {name: size}
@@ -446,10 +129,9 @@ class Values:
             return {name: self.local(tensor, self._towers[0])}  # It's the same on all towers.
 
         rows = placement.rows
-        dtype = tensor.dtype.base_dtype
         device = self.origins.device_of_full(tensor)
         if name in self._packs:
-            return self._reduce_pack(self._packs[name], self.shards_of(rows), dtype, device)
+            return self._reduce_pack(self._packs[name], self.shards.of(rows), device)
 
         values = [self.local(tensor, tower) for tower in self._towers]
         if isinstance(rows, UniqueRows):
@@ -458,21 +140,17 @@ class Values:
             return {name: self.reduced_on(tensor, device)}
         if isinstance(rows, SelectedRows) and not placement.in_blocks:
             # They are joined as they are, so it needn't be known how many each tower has picked.
-            origin = self.shards_of(rows.origin)
-            gathered = reduce_and_gather.gather_selection(
-                origin, values, dtype, placement.axis, device
-            )
+            origin = self.shards.of(rows.origin)
+            gathered = reduce_and_gather.gather_selection(origin, values, placement.axis, device)
             if not rows.is_ordered:
-                order = self._order_of_entries(rows, device)
-                gathered = self._nodes.take(
-                    gathered, dtype, order, device, tf.int32, placement.axis
-                )
+                order = self.local_parts.order_of_entries(rows, device)
+                gathered = self._nodes.take(gathered, order, device, placement.axis)
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
         in_blocks = placement.in_blocks
         gather = reduce_and_gather.gather_blocks if in_blocks else reduce_and_gather.gather
-        return {name: gather(self.shards_of(rows), values, dtype, placement.axis, dims, device)}
+        return {name: gather(self.shards.of(rows), values, placement.axis, dims, device)}
 
     def reduced_on(self, tensor: tf.Tensor, device: str, is_for_all: bool = False) -> str:
         """The value of which towers have partial results, reduced on a device.
@@ -485,60 +163,28 @@ class Values:
         assert isinstance(placement, Partial)
         if placement.reduce == MOMENTS:
             return self._reduce_moments(tensor, placement.rows, device)
-        shards = self.shards_of(placement.rows)
-        dtype = tensor.dtype.base_dtype
+        shards = self.shards.of(placement.rows)
         if tensor.name in self._packs_of_ops:
             pack = self._packs_of_ops[tensor.name]
-            return self._reduce_pack(pack, shards, dtype, device)[tensor.name]
+            return self._reduce_pack(pack, shards, device)[tensor.name]
         values = [self.local(tensor, tower) for tower in self._towers]
         is_known = tensor.shape.is_fully_defined()
         if placement.reduce == 'sum' and is_known and not is_for_all:
             parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
             if parts:
                 return reduce_and_gather.sum_in_slices(
-                    shards, values, dtype, self._slices, parts, tensor.shape.as_list(), device
+                    shards, values, self._slices, parts, tensor.shape.as_list(), device
                 )
-        return reduce_and_gather.reduce(shards, values, dtype, placement.reduce, device)
+        return reduce_and_gather.reduce(shards, values, placement.reduce, device)
 
-    def _make_full_of_ids(
-        self, tensor: tf.Tensor, placement: Shard | Partial, values: Sequence[str], device: str
-    ) -> dict[str, str]:
-        """The full value of what belongs to different ids: sums by id, or one value of each id."""
-        rows = placement.rows
-        assert isinstance(rows, UniqueRows)
-        origin = self.shards_of(rows.origin)
-        ids = self._graph.get_tensor_by_name(rows.name)
-        merged = unique_ids.merge(
-            origin,
-            [self.local(ids, tower) for tower in self._towers],
-            ids.dtype,
-            rows.is_sorted,
-            self._first_entries(rows, ids),
-            self.origins.device_of_full(ids),
-        )
-        if tensor.name == rows.name:
-            return {tensor.name: merged.ids}
-        dtype = tensor.dtype.base_dtype
-        combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
-        return {tensor.name: combine(origin, merged, values, dtype, device)}
-
-    def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
-        """For each tower, with which entry of the batch each of its different ids comes first.
-
-        [] if entries are in the order of the rows: then those of a tower come before the next's.
-        """
-        if rows.picked_from is None:
-            return []
-        _, places = ids.op.outputs
-        types = {'T': tf.int64, 'Tindices': places.dtype, 'Tnumsegments': tf.int32}
-        firsts = []
+    def _reduce_pack(self, pack: Pack, shards: Shards, device: str) -> dict[str, str]:
+        """Sums the partial sums of all tensors of a pack, as vectors."""
+        vectors = []
         for tower in self._towers:
-            count = self._nodes.add(
-                'Size', [self.local(ids, tower)], tower.device, T=ids.dtype, out_type=tf.int32
-            )
-            inputs = [self._numbers(rows.picked_from, tower), self.local(places, tower), count]
-            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device, **types))
-        return firsts
+            values = [self.local(tensor, tower) for tensor in pack.tensors]
+            vectors.append(pack.join(values, self._nodes, tower.device))
+        total = reduce_and_gather.reduce(shards, vectors, 'sum', device)
+        return pack.split(total, self._nodes, device)
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.
@@ -557,18 +203,51 @@ class Values:
         channels_first = op.get_attr('data_format').startswith(b'NC')
         factor *= product(others[1:] if channels_first else others[:-1])
 
-        shards = self.shards_of(rows)
+        shards = self.shards.of(rows)
         full_mean, full_variance = reduce_and_gather.reduce_moments(
-            shards, means, variances, tensor.dtype, factor, device
+            shards, means, variances, factor, device
         )
         return full_mean if tensor.value_index == mean.value_index else full_variance
 
-    def _make_size(self, tensor: tf.Tensor) -> str:
-        """The value of a tensor that says how large the global batch is, as of `tf.shape(x)`."""
-        dtype = tensor.dtype.base_dtype
-        entries = self._plan.sizes.entries(tensor) or []
-        values = [self.batch_shards.size_value(size, None, dtype) for size in entries]
-        return self._nodes.tensor(values if tensor.shape.rank else values[0], dtype, dtype)
+    def _make_full_of_ids(
+        self, tensor: tf.Tensor, placement: Shard | Partial, values: Sequence[str], device: str
+    ) -> dict[str, str]:
+        """The full value of what belongs to different ids: sums by id, or one value of each id."""
+        rows = placement.rows
+        assert isinstance(rows, UniqueRows)
+        origin = self.shards.of(rows.origin)
+        ids = self._graph.get_tensor_by_name(rows.name)
+        merged = unique_ids.merge(
+            origin,
+            [self.local(ids, tower) for tower in self._towers],
+            rows.is_sorted,
+            self._first_entries(rows, ids),
+            self.origins.device_of_full(ids),
+        )
+        if tensor.name == rows.name:
+            return {tensor.name: merged.ids}
+        combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
+        return {tensor.name: combine(origin, merged, values, device)}
+
+    def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
+        """For each tower, with which entry of the batch each of its different ids comes first.
+
+        [] if entries are in the order of the rows: then those of a tower come before the next's.
+        """
+        if rows.picked_from is None:
+            return []
+        _, places = ids.op.outputs
+        firsts = []
+        for tower in self._towers:
+            local = self.local(ids, tower)
+            count = self._nodes.add('Size', [local], tower.device, out_type=tf.int32)
+            inputs = [
+                self.local_parts.numbers(rows.picked_from, tower),
+                self.local(places, tower),
+                count,
+            ]
+            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device))
+        return firsts
 
     def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
         """A size that is dead if the op that asked for it is: in a branch that isn't taken.
@@ -578,103 +257,7 @@ class Values:
         """
         tower = self._towers[0]
         operand = next(o for o in tensor.op.inputs if o.name in self._plan.placements)
-        types = {'T': operand.dtype.base_dtype, 'out_type': tf.int32}
-        asked = self._nodes.add('Shape', [self.local(operand, tower)], tower.device, **types)
+        local = self.local(operand, tower)
+        asked = self._nodes.add('Shape', [local], tower.device, out_type=tf.int32)
         is_alive = f'^{asked.partition(":")[0]}'
-        dtype = tensor.dtype.base_dtype
-        return self._nodes.add('Identity', [size, is_alive], self._nodes.host, T=dtype)
-
-    def _reduce_pack(
-        self, pack: Pack, shards: Shards, dtype: tf.DType, device: str
-    ) -> dict[str, str]:
-        """Sums the partial sums of all tensors of a pack, as vectors."""
-        vectors = []
-        for tower in self._towers:
-            values = [self.local(tensor, tower) for tensor in pack.tensors]
-            vectors.append(pack.join(values, self._nodes, tower.device))
-        total = reduce_and_gather.reduce(shards, vectors, dtype, 'sum', device)
-        return pack.split(total, self._nodes, device)
-
-    def _symbol_value(self, symbol: Any, tower: Tower | None, dtype: tf.DType) -> Number:
-        """The value of a symbol: a number of rows or splits, a dimension, or a tensor's entry."""
-        if isinstance(symbol, RowSpace):
-            return self.shards_of(symbol).total_as(dtype)
-        if isinstance(symbol, Splits):
-            return self.shards_of(symbol.rows).total_as(dtype, more=1)
-
-        tensor = self._graph.get_tensor_by_name(symbol.tensor)
-        if isinstance(symbol, LongestRow):
-            return self._longest_row(tensor, dtype)
-        if isinstance(symbol, Largest):
-            return self._largest_entry(tensor, symbol.position, dtype)
-        with self._nodes.for_many():
-            host = self._nodes.host
-            if isinstance(symbol, Dim):
-                vector = self._shape(tensor, tower, dtype)
-                index = symbol.axis
-                if tower is not None:  # It's asked for on the tower's machine.
-                    host = host_of(tower.device)
-            else:
-                vector = self._as_vector(tensor, dtype)
-                index = symbol.position
-            types = {'Tparams': dtype, 'Tindices': tf.int32}
-            return self._nodes.add('Gather', [vector, index], host, **types)
-
-    def _largest_entry(self, tensor: tf.Tensor, position: int, dtype: tf.DType) -> str:
-        """The largest of the entries that towers have at a position of a vector."""
-        types = {'Tparams': tensor.dtype, 'Tindices': tf.int32}
-        entries = []
-        with self._nodes.for_many():
-            for tower in self._towers:
-                local = self.local(tensor, tower)
-                entries.append(self._nodes.add('Gather', [local, position], tower.device, **types))
-            return self._largest(entries, tensor.dtype, dtype)
-
-    def _longest_row(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
-        """How many values the longest row has, of row splits, or of what towers have of rows."""
-        nodes = self._nodes
-        placement = self._plan.placements.get(tensor.name)
-        with nodes.for_many():
-            host = nodes.host
-            if not isinstance(placement, Positions):
-                device = self.origins.device_of_full(tensor)
-                longest = ragged_features.longest(nodes, self.full(tensor), tensor.dtype, device)
-                return nodes.cast(longest, tensor.dtype, dtype, host)
-            shards = self.shards_of(placement.rows)
-            of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
-            for tower in self._towers:
-                _, count = shards.extent(placement.factor, tower, tensor.dtype)
-                rows = self.local(tensor, tower)
-                count = nodes.scalar(count, tensor.dtype)
-                of_towers.append(
-                    ragged_features.most_in_a_row(
-                        nodes, rows, tensor.dtype, count, host_of(tower.device)
-                    )
-                )
-            return self._largest(of_towers, tf.int64, dtype)
-
-    def _largest(self, scalars: Sequence[str], source: tf.DType, dtype: tf.DType) -> str:
-        """The largest of some scalars, in another type than theirs."""
-        host = self._nodes.host
-        vector = self._nodes.add('Pack', scalars, host, T=source, N=len(scalars))
-        largest = self._nodes.add('Max', [vector, 0], host, T=source, Tidx=tf.int32)
-        return self._nodes.cast(largest, source, dtype, host)
-
-    def _as_vector(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
-        """The entries of a tensor, as a vector."""
-        tensor_dtype = tensor.dtype.base_dtype
-        host = self._nodes.host
-        vector = self._nodes.add('Reshape', [self.full(tensor), [-1]], host, T=tensor_dtype)
-        return self._nodes.cast(vector, tensor_dtype, dtype, host)
-
-    def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
-        """The shape of what a tower has of a tensor, or of the full value if towers have none."""
-        is_source = tensor.name in self.origins.sources and tensor.name not in self._plan.entries
-        if tensor.name in self._plan.placements and not is_source:
-            tower = tower or self._towers[0]
-            value = self.local(tensor, tower)
-            device = tower.device
-        else:
-            value = self.full(tensor)
-            device = self.origins.device_of_full(tensor)
-        return self._nodes.add('Shape', [value], device, T=tensor.dtype.base_dtype, out_type=dtype)
+        return self._nodes.add('Identity', [size, is_alive], self._nodes.host)

@@ -169,10 +169,6 @@ class Waits:
             bits = union(self._order.must_have_run(tensor.op), bits)
         return bits
 
-    def ops_of(self, bits: int, op: tf.Operation) -> list[tf.Operation]:
-        """Ops by which one waits for what an op waited for, which is given as bits."""
-        return self._order.ops_for(bits, op)
-
     def touches_state(self, replacements: Sequence[tf.Tensor]) -> bool:
         """Whether a tensor outside of loops is made by reading or changing state.
 

@@ -1,0 +1,261 @@
+"""Which part of a full value a tower takes: its shard, or its rows of a sparse or ragged tensor.
+
+In: a tensor of which one device has the full value, and the form in which a tower needs it. Out:
+the name of what the tower gets. It's cut on the device that has the full value, so that only the
+part is sent. If an op would fail as two tensors don't have equally many rows, their parts fail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.batches.batch import if_same
+from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.plan import CountedFromFirst, RaggedRows, Slice, SparseRows
+from estimator_mgpu.partition.rules.selections import before_arrangement
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    DenseEntries,
+    Entries,
+    RowSpace,
+    SelectedRows,
+    may_be_paired,
+)
+from estimator_mgpu.partition.tower import Tower
+from estimator_mgpu.partition.towers import (
+    bits,
+    ragged_features,
+    reduce_and_gather,
+    sparse_features,
+)
+from estimator_mgpu.partition.towers.origins import Origins
+from estimator_mgpu.partition.towers.row_spaces import LocalAndFull, ShardsOfRows
+
+_OTHER_ENTRIES = (
+    'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
+    'must have the same number of entries that a mask such as `x != -1` or `tf.sparse.from_dense` '
+    'keeps. Give tensors of which as many are kept. Feature columns leave out ids of -1 and '
+    'weights of 0: give a weight other than 0 for each id, and 0 for each -1. '
+    'The numbers of entries of'
+)
+
+
+class LocalParts:
+    """Takes towers' parts of full values.
+
+    Args:
+      shards: which rows towers have.
+      values: those of which parts are taken.
+    """
+
+    def __init__(
+        self,
+        division: Division,
+        origins: Origins,
+        towers: Sequence[Tower],
+        nodes: NodeBuilder,
+        shards: ShardsOfRows,
+        values: LocalAndFull,
+    ):
+        self._graph = division.graph
+        self._plan = division.plan
+        self._origins = origins
+        self._towers = towers
+        self._nodes = nodes
+        self._shards = shards
+        self._values = values
+        self._titles = division.batch.titles_of_entries()
+        self._dense_titles = division.batch.titles_of_dense()
+        # Values of sparse tensors that fail if they are too many, or too few, by their names.
+        self._as_many: dict[str, str] = {}
+
+    def slice(self, tensor: tf.Tensor, need: Slice, tower: Tower) -> str:
+        """A tower's slice of a full value, taken on the device that has the full value."""
+        shards = self._shards.of(need.rows)
+        device = self._origins.device_of_full(tensor)
+        full = self._sure_of_rows(tensor, need, device)
+        if isinstance(need.rows, SelectedRows) and not need.rows.is_ordered:
+            places = self._places(need.rows, tower)
+            return self._nodes.take(full, places, device, need.axis)
+        if need.in_blocks:
+            dims = list(self._plan.sizes.dims(tensor) or [])
+            dims[need.axis] = need.factor * need.rows.size
+            return shards.slice_of_blocks(full, need.axis, dims, tower, device)
+        if need.axis == 0 and self._waits_as_bits(tensor):
+            packed = bits.pack(self._nodes, full, tensor, device)
+            rows = shards.slice(packed, 0, need.factor, tower, device)
+            return bits.unpack(self._nodes, rows, tensor, tower.device)
+        return shards.slice(full, need.axis, need.factor, tower, device)
+
+    def _places(self, rows: SelectedRows, tower: Tower) -> str:
+        """For each of a tower's rows, its place in the full value, if rows may be in any order."""
+        if isinstance(rows, Entries):
+            return self._positions_of_entries(self._plan.entries[rows.name], tower)
+        host = self._nodes.host
+        order = self.order_of_entries(rows, host)
+        ranks = self._nodes.add('InvertPermutation', [order], host)
+        ranks = self._nodes.cast(ranks, tf.int64, host)
+        return self._shards.of(rows).slice(ranks, 0, ONE, tower, host)
+
+    def order_of_entries(self, rows: SelectedRows, device: str) -> str:
+        """How the joined rows of all towers are put in order: an argsort of their `numbers`."""
+        numbers = [self.numbers(rows, tower) for tower in self._towers]
+        origin = self._shards.of(rows.origin)
+        joined = reduce_and_gather.gather_selection(origin, numbers, 0, device)
+        return self._nodes.argsort(joined, device)
+
+    def numbers(self, rows: SelectedRows, tower: Tower) -> str:
+        """For each of a tower's rows, a number that grows along the full value."""
+        if isinstance(rows, Entries):
+            return self._positions_of_entries(self._plan.entries[rows.name], tower)
+        assert rows.picked_from is not None
+        numbers = self.numbers(rows.picked_from, tower)
+        picked = self._graph.get_tensor_by_name(rows.name)
+        local = self._values.local(picked, tower)
+        vector = self._nodes.add('Reshape', [local, [-1]], tower.device)
+        return self._nodes.take(numbers, vector, tower.device)
+
+    def of_feature(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
+        """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
+        if isinstance(need, RaggedRows) and tensor.name == need.splits:
+            return self._row_splits(need, tower)
+        positions = self._positions_of_entries(need, tower)
+        device = self._origins.device_of_full(tensor)
+        full = self._values.full(tensor)
+        if isinstance(need, SparseRows) and tensor.name in self._plan.at_others_entries:
+            full = self._as_many_values(tensor, need.indices)
+        taken = self._nodes.take(full, positions, device)
+        if isinstance(need, RaggedRows) or tensor.name != need.indices:
+            return taken
+        shards = self._shards.of(need.rows)
+        columns = tensor.shape.as_list()[1]
+        return sparse_features.count_from_first(shards, taken, columns, need.factor, tower, device)
+
+    def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
+        """Which entries, or values, are a tower's: their positions among all, a vector."""
+        shards = self._shards.of(need.rows)
+        if isinstance(need, RaggedRows):
+            bounds, device = self._bounds_of_rows(need)
+            return ragged_features.positions(shards, bounds, tower, device)
+        indices = self._graph.get_tensor_by_name(need.indices)
+        device = self._origins.device_of_full(indices)
+        return sparse_features.positions(
+            shards, self._values.full(indices), need.factor, tower, device
+        )
+
+    def _row_splits(self, need: RaggedRows, tower: Tower) -> str:
+        """The row splits of a tower's rows."""
+        bounds, device = self._bounds_of_rows(need)
+        splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
+        return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
+
+    def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
+        """Where the rows of a ragged tensor begin and end among its values; and the device."""
+        values = self._graph.get_tensor_by_name(need.values)
+        splits = self._graph.get_tensor_by_name(need.splits)
+        device = self._origins.device_of_full(splits)
+        bounds = ragged_features.bounds(
+            self._nodes,
+            self._values.full(splits),
+            self._values.full(values),
+            self._origins.device_of_full(values),
+            device,
+        )
+        return bounds, device
+
+    def counted_from_first(
+        self,
+        tensor: tf.Tensor,
+        indices: str,
+        need: CountedFromFirst,
+        tower: Tower,
+        device: str,
+    ) -> str:
+        """A tower's indices, each of which begins with its row, counted from the tower's first.
+
+        Args:
+          tensor: the user's.
+          indices: what the tower has of it, counted from the first row of all.
+        """
+        shards = self._shards.of(need.rows)
+        dims = self._plan.sizes.dims(tensor) or []
+        columns = dims[-1].static if len(dims) > 1 else 1
+        assert columns is not None, 'the rule knows how long an index is'
+        return sparse_features.count_from_first(
+            shards, indices, columns, need.factor, tower, device
+        )
+
+    def _waits_as_bits(self, tensor: tf.Tensor) -> bool:
+        """Whether a full value waits for its turns as bits: a mask that isn't the batch's."""
+        has_turns = self._towers[-1].turn > 0
+        return has_turns and tensor.name not in self._origins.sources and bits.can_be_packed(tensor)
+
+    def _sure_of_rows(self, tensor: tf.Tensor, need: Slice, device: str) -> str:
+        """The full value of which towers take slices, which has to have all rows, and no more.
+
+        A rule may rely on it, as its op fails otherwise. But towers would leave out rows that are
+        too many, and none of their ops would fail.
+        """
+        full = self._values.full(tensor)
+        dims = self._plan.sizes.dims(tensor)
+        rows = need.factor * need.rows.size
+        if dims and dims[need.axis].same_as(rows):
+            return full
+        count = self._shards.of(need.rows).size_value(rows, None, tf.int64)
+        if dims and may_be_paired(dims[need.axis], need.rows):
+            others = self._title_of_dense(need.rows)
+            titles = f'{self._title_of_dense(dims[need.axis].rows)}, {others}'
+            return self._if_as_many_entries(full, need.axis, count, titles, device)
+        # A split into `count` rows and none fails if there are more or fewer. Grappler would remove
+        # one into a single part.
+        parts = self._nodes.tensor([count, 0], tf.int64)
+        return self._nodes.add('SplitV', [full, parts, need.axis], device, num_split=2)
+
+    def _title_of_dense(self, rows: RowSpace | None) -> str:
+        """What a message calls the dense tensor with some of whose entries a row space begins."""
+        assert isinstance(rows, DenseEntries)
+        mask = before_arrangement(self._graph.get_tensor_by_name(rows.name).op.inputs[0])
+        dense = before_arrangement(mask.op.inputs[0])
+        return self._dense_titles.get(dense.name, dense.name)
+
+    def _if_as_many_entries(
+        self, full: str, axis: int, others: Number, titles: str, device: str
+    ) -> str:
+        """A full value, which fails unless it has as many entries as others have.
+
+        Args:
+          axis: the dimension along which the entries are.
+          others: how many others there are, int64.
+          titles: what the message calls the tensors, this one first.
+        """
+        nodes = self._nodes
+        shape = nodes.add('Shape', [full], device, out_type=tf.int64)
+        count = nodes.add('Gather', [shape, axis], nodes.host)
+        counts = nodes.tensor([count, others], tf.int64)
+        message = nodes.const(f'{_OTHER_ENTRIES} {titles} are', tf.string, nodes.host)
+        same = nodes.add('Equal', [count, nodes.scalar(others, tf.int64)], nodes.host)
+        check = nodes.add('Assert', [same, message, counts], nodes.host, summarize=2)
+        waits = f'^{check.partition(":")[0]}'
+        return nodes.add('Identity', [full, waits], device)
+
+    def _as_many_values(self, values: tf.Tensor, indices_name: str) -> str:
+        """Values that are used with the entries of another sparse tensor, one by one.
+
+        They fail unless there are as many of both. Towers would leave out values that are too many,
+        and none of their ops would fail.
+        """
+        if values.name not in self._as_many:
+            indices = self._graph.get_tensor_by_name(indices_name)
+            message = (
+                'two sparse tensors that are used entry by entry, as ids and their weights are, '
+                'must have the same number of entries: let the input_fn give one weight for each '
+                'id, in the order of the ids. The numbers of entries of '
+                f'{self._titles[indices_name]}, {self._titles[values.name]} are'
+            )
+            with self._nodes.at_once(self._origins.device_of_full(values), values.op):
+                counts = [tf.shape(indices)[0], tf.size(values)]
+                self._as_many[values.name] = if_same(counts, message, values).name
+        return self._as_many[values.name]

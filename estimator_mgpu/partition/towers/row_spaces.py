@@ -1,0 +1,201 @@
+"""Which rows towers have of each row space, and how large tensors are, as numbers or as nodes.
+
+In: the row spaces and sizes of a plan. Out: `Shards`, and the names of integers. For example, of
+what a mask selects each tower has the rows that it has selected itself; how many these are is known
+only when a step runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import tensorflow.compat.v1 as tf
+
+from estimator_mgpu.devices import host_of
+from estimator_mgpu.partition.division import Division
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.placements import Positions
+from estimator_mgpu.partition.sizes import (
+    Dim,
+    Largest,
+    LongestRow,
+    RowsBehind,
+    RowSpace,
+    RowsToLast,
+    SelectedRows,
+    Splits,
+    UniqueRows,
+)
+from estimator_mgpu.partition.tower import Tower
+from estimator_mgpu.partition.towers import ragged_features
+from estimator_mgpu.partition.towers.origins import Origins
+from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
+from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
+
+
+class LocalAndFull(Protocol):
+    """Gives local and full values: `values.Values`."""
+
+    def local(self, tensor: tf.Tensor, tower: Tower) -> str:
+        """What a tower has of a tensor."""
+
+    def full(self, tensor: tf.Tensor) -> str:
+        """The value for the global batch."""
+
+
+class ShardsOfRows:
+    """The shards of each row space, and the values of sizes.
+
+    Args:
+      values: those of which rows and sizes are counted.
+
+    Attributes:
+      of_batch: the shards of the batch.
+      sums_of_entries: how many sums of a sparse tensor's entries towers have.
+    """
+
+    def __init__(
+        self,
+        division: Division,
+        origins: Origins,
+        towers: Sequence[Tower],
+        nodes: NodeBuilder,
+        values: LocalAndFull,
+    ):
+        plan = division.plan
+        self._graph = division.graph
+        self._plan = plan
+        self._origins = origins
+        self._towers = towers
+        self._nodes = nodes
+        self._values = values
+        self.of_batch: Shards = EqualShards(
+            plan.rows, division.total, towers, nodes, self._symbol_value
+        )
+        self._shards: dict[RowSpace, Shards] = {plan.rows: self.of_batch}
+        titles = division.batch.titles_of_entries()
+        self.sums_of_entries = SumsOfEntries(
+            self._graph, nodes, self.of_batch, titles, origins.device_of_full
+        )
+
+    def of(self, rows: RowSpace) -> Shards:
+        """The shards of a row space: the batch's, or one of a tensor."""
+        if isinstance(rows, SelectedRows) and rows not in self._shards:
+            self._shards[rows] = self._shards_of_selection(rows)
+        if rows not in self._shards:
+            total = self._count_rows(rows) if rows.static is None else None
+            self._shards[rows] = EqualShards(
+                rows, total, self._towers, self._nodes, self._symbol_value
+            )
+        return self._shards[rows]
+
+    def _count_rows(self, rows: RowSpace) -> tf.Tensor:
+        """How many rows the tensor has with which a row space starts."""
+        tensor = self._graph.get_tensor_by_name(rows.name)
+        with self._nodes.at_once(self._origins.device_of_full(tensor), tensor.op):
+            return tf.shape(tensor)[0]
+
+    def _shards_of_selection(self, rows: SelectedRows) -> Shards:
+        """The shards of a selection, of which each tower has the rows that it has picked."""
+        selection = self._graph.get_tensor_by_name(rows.name)
+        sizes: list[Number]
+        if isinstance(rows, RowsToLast):
+            sizes = [self.sums_of_entries.size(rows.name, tower) for tower in self._towers]
+        elif isinstance(rows, RowsBehind):
+            sizes = [self.sums_of_entries.size_behind(rows.name, tower) for tower in self._towers]
+        else:
+            first_dim = Dim(selection.name, 0)
+            sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
+        origin = self.of(rows.origin)
+        shards = SelectionShards(rows, sizes, origin, self._symbol_value)
+        if isinstance(rows, UniqueRows):
+            shards.total = self._count_ids(selection)
+        return shards
+
+    def _count_ids(self, ids: tf.Tensor) -> str:
+        """How many different ids all towers have together."""
+        full = self._values.full(ids)
+        device = self._origins.device_of_full(ids)
+        shape = self._nodes.add('Shape', [full], device, out_type=tf.int32)
+        return self._nodes.add('Gather', [shape, 0], host_of(device))
+
+    def size(self, tensor: tf.Tensor) -> str:
+        """The value of a tensor that says how large the global batch is, as of `tf.shape(x)`."""
+        dtype = tensor.dtype.base_dtype
+        entries = self._plan.sizes.entries(tensor) or []
+        values = [self.of_batch.size_value(size, None, dtype) for size in entries]
+        return self._nodes.tensor(values if tensor.shape.rank else values[0], dtype)
+
+    def _symbol_value(self, symbol: Any, tower: Tower | None, dtype: tf.DType) -> Number:
+        """The value of a symbol: a number of rows or splits, a dimension, or a tensor's entry."""
+        if isinstance(symbol, RowSpace):
+            return self.of(symbol).total_as(dtype)
+        if isinstance(symbol, Splits):
+            return self.of(symbol.rows).total_as(dtype, more=1)
+
+        tensor = self._graph.get_tensor_by_name(symbol.tensor)
+        if isinstance(symbol, LongestRow):
+            return self._longest_row(tensor, dtype)
+        if isinstance(symbol, Largest):
+            return self._largest_entry(tensor, symbol.position, dtype)
+        with self._nodes.for_many():
+            host = self._nodes.host
+            if isinstance(symbol, Dim):
+                vector = self._shape(tensor, tower, dtype)
+                index = symbol.axis
+                if tower is not None:  # It's asked for on the tower's machine.
+                    host = host_of(tower.device)
+            else:
+                entries = self._nodes.add('Reshape', [self._values.full(tensor), [-1]], host)
+                vector = self._nodes.cast(entries, dtype, host)
+                index = symbol.position
+            return self._nodes.add('Gather', [vector, index], host)
+
+    def _largest_entry(self, tensor: tf.Tensor, position: int, dtype: tf.DType) -> str:
+        """The largest of the entries that towers have at a position of a vector."""
+        entries = []
+        with self._nodes.for_many():
+            for tower in self._towers:
+                local = self._values.local(tensor, tower)
+                entries.append(self._nodes.add('Gather', [local, position], tower.device))
+            return self._largest(entries, dtype)
+
+    def _longest_row(self, tensor: tf.Tensor, dtype: tf.DType) -> str:
+        """How many values the longest row has, of row splits, or of what towers have of rows."""
+        nodes = self._nodes
+        placement = self._plan.placements.get(tensor.name)
+        with nodes.for_many():
+            host = nodes.host
+            if not isinstance(placement, Positions):
+                device = self._origins.device_of_full(tensor)
+                longest = ragged_features.longest(nodes, self._values.full(tensor), device)
+                return nodes.cast(longest, dtype, host)
+            shards = self.of(placement.rows)
+            of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
+            for tower in self._towers:
+                _, count = shards.extent(placement.factor, tower, tensor.dtype)
+                rows = self._values.local(tensor, tower)
+                count = nodes.scalar(count, tensor.dtype)
+                on_host = host_of(tower.device)
+                of_towers.append(ragged_features.most_in_a_row(nodes, rows, count, on_host))
+            return self._largest(of_towers, dtype)
+
+    def _largest(self, scalars: Sequence[str], dtype: tf.DType) -> str:
+        """The largest of some scalars, in another type than theirs."""
+        host = self._nodes.host
+        vector = self._nodes.add('Pack', scalars, host)
+        largest = self._nodes.add('Max', [vector, 0], host)
+        return self._nodes.cast(largest, dtype, host)
+
+    def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
+        """The shape of what a tower has of a tensor, or of the full value if towers have none."""
+        is_source = tensor.name in self._origins.sources and tensor.name not in self._plan.entries
+        if tensor.name in self._plan.placements and not is_source:
+            tower = tower or self._towers[0]
+            value = self._values.local(tensor, tower)
+            device = tower.device
+        else:
+            value = self._values.full(tensor)
+            device = self._origins.device_of_full(tensor)
+        return self._nodes.add('Shape', [value], device, out_type=dtype)
