@@ -12,8 +12,8 @@ it has is left out of a gather, and replaced by the reduction's neutral element.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
 from estimator_mgpu.partition.messages.slices import Part, Slices
-from estimator_mgpu.partition.nodes.node_builder import second_output
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, second_output
 from estimator_mgpu.partition.sizes import ONE, Size, full_size, per_row
 from estimator_mgpu.partition.tower import Chain
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
@@ -188,17 +188,25 @@ def _combine_chains(
 ) -> str:
     """Combines the partial results of chains of towers on a device.
 
-    Those of another machine are combined there first, and sent once.
+    Those of each machine are combined there first, and sent once.
     """
-    devices = [tower.device for tower in shards.towers]
-    groups: dict[str | int, list[str]] = {}
-    for number, (chain, running) in enumerate(zip(shards.chains, of_chains)):
-        sender = relay(devices, chain[0].device, device)
-        groups.setdefault(sender or number, []).append(running)
     combined = [
-        _combine(shards, group, dtype, reduction, str(sender)) for sender, group in groups.items()
+        _combine(shards, [of_chains[number] for number in numbers], dtype, reduction, combining)
+        for combining, numbers in _by_machine(shards, device).items()
     ]
     return _combine(shards, combined, dtype, reduction, device)
+
+
+def _by_machine(shards: Shards, device: str) -> Mapping[str, list[int]]:
+    """The numbers of each machine's chains, by the device there that combines what they have.
+
+    On the machine of the device that needs the result, it's this device.
+    """
+    devices = [tower.device for tower in shards.towers]
+    machines = defaultdict[str, list[int]](list)
+    for number, chain in enumerate(shards.chains):
+        machines[relay(devices, chain[0].device, device) or device].append(number)
+    return machines
 
 
 def _combine_chain(
@@ -245,6 +253,8 @@ def reduce_moments(
         mean = sum(m / M * its mean)
         variance = sum((m - 1) / (M - 1) * its variance + m / (M - 1) * (its mean - mean) ** 2)
 
+    Those of each machine are combined there first, and sent once.
+
     Args:
       means: vectors, one for each tower.
       variances: vectors, too; that of a tower with one entry is ignored.
@@ -254,8 +264,56 @@ def reduce_moments(
       The mean and the unbiased variance of all entries, which is 0 for one entry.
     """
     nodes = shards.nodes
-    of_mean, of_variance, of_difference = _weights_of_moments(shards, dtype, factor)
-    means, variances = _stack(shards, means, variances, dtype, device)
+    if shards.active is not None:
+        means = _without_empty_towers(shards, means, dtype, 'sum')
+        variances = _without_empty_towers(shards, variances, dtype, 'sum')
+
+    # What each chain sends as one message, in rows: mean, variance, mean, variance, and so on.
+    rows = []
+    for chain in shards.chains:
+        vectors = []
+        for tower in chain:
+            vectors += [means[tower.number], variances[tower.number]]
+        types = {'T': dtype, 'N': len(vectors)}
+        rows.append(nodes.add('Pack', vectors, chain[0].device, **types))
+
+    def combine(rows: Sequence[str], counts: str, number: int, device: str) -> tuple[str, str]:
+        weights = _weights_of_moments(shards, counts, dtype, factor)
+        joined = nodes.concat(rows, 0, dtype, device)
+        return _combine_moments(nodes, joined, number, weights, dtype, device)
+
+    machines = _by_machine(shards, device)
+    if len(machines) in (1, len(shards.towers)):
+        counts = nodes.tensor(list(shards.counts), dtype)
+        return combine(rows, counts, len(shards.towers), device)
+
+    rows_of_machines = []
+    totals = []
+    for combining, numbers in machines.items():
+        towers = [tower for number in numbers for tower in shards.chains[number]]
+        counts = nodes.tensor([shards.counts[tower.number] for tower in towers], dtype)
+        moments = combine([rows[number] for number in numbers], counts, len(towers), combining)
+        rows_of_machines.append(nodes.add('Pack', moments, combining, T=dtype, N=2))
+        totals.append(nodes.add('Sum', [counts, 0], nodes.host, T=dtype, Tidx=tf.int32))
+    counts = nodes.add('Pack', totals, nodes.host, T=dtype, N=len(totals))
+    return combine(rows_of_machines, counts, len(machines), device)
+
+
+def _combine_moments(
+    nodes: NodeBuilder,
+    rows: str,
+    number: int,
+    weights: tuple[str, str, str],
+    dtype: tf.DType,
+    device: str,
+) -> tuple[str, str]:
+    """Combines the moments of so many towers, or machines; `reduce_moments` says how.
+
+    Args:
+      rows: mean, variance, mean, variance, and so on.
+      weights: of each mean, variance and squared difference, as columns.
+    """
+    of_mean, of_variance, of_difference = weights
 
     def add(op_type: str, *inputs: str) -> str:
         return nodes.add(op_type, inputs, device, T=dtype)
@@ -263,13 +321,22 @@ def reduce_moments(
     def add_up(rows: str) -> str:
         return nodes.add('Sum', [rows, 0], device, T=dtype, Tidx=tf.int32)
 
+    pairs = nodes.add('Reshape', [rows, [number, 2, -1]], device, T=dtype)
+    means = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
+    variances = second_output(means)
     mean = add_up(add('Mul', means, of_mean))
     squares = add('Mul', add('SquaredDifference', means, mean), of_difference)
     return mean, add_up(add('AddV2', add('MulNoNan', variances, of_variance), squares))
 
 
-def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[str, str, str]:
-    """The weights of each tower's mean, variance and squared difference, as columns."""
+def _weights_of_moments(
+    shards: Shards, counts: str, dtype: tf.DType, factor: Size
+) -> tuple[str, str, str]:
+    """The weights of means, variances and squared differences, as columns.
+
+    Args:
+      counts: how many examples each mean is of, a vector of floats.
+    """
     nodes = shards.nodes
 
     def add(op_type: str, *inputs: str) -> str:
@@ -279,46 +346,16 @@ def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[
         zero = nodes.const(0, dtype, nodes.host)
         one = nodes.const(1, dtype, nodes.host)
         of_example = nodes.tensor(shards.size_value(factor, None, tf.int64), dtype, tf.int64)
-        counts = nodes.tensor(list(shards.counts), dtype)
         column = nodes.add('ExpandDims', [counts, 1], nodes.host, T=dtype, Tdim=tf.int32)
         entries = add('Mul', column, of_example)
-        all_entries = add('Mul', nodes.tensor(shards.total, dtype), of_example)
+        total = nodes.add('Sum', [counts, 0], nodes.host, T=dtype, Tidx=tf.int32)
+        all_entries = add('Mul', total, of_example)
 
         divisor = add('Maximum', add('Sub', all_entries, one), one)
         of_variance = add('RealDiv', add('Maximum', add('Sub', entries, one), zero), divisor)
-        return add('RealDiv', entries, all_entries), of_variance, add('RealDiv', entries, divisor)
-
-
-def _stack(
-    shards: Shards, means: Sequence[str], variances: Sequence[str], dtype: tf.DType, device: str
-) -> tuple[str, str]:
-    """Stacks vectors of the towers, two each, as rows; 0 for towers without examples."""
-    nodes = shards.nodes
-    if shards.active is not None:
-        means = _without_empty_towers(shards, means, dtype, 'sum')
-        variances = _without_empty_towers(shards, variances, dtype, 'sum')
-
-    # Each device sends one message, or each machine if it's another one.
-    devices = [tower.device for tower in shards.towers]
-    stacked = []
-    for sender, chains in itertools.groupby(
-        shards.chains, lambda chain: relay(devices, chain[0].device, device)
-    ):
-        of_chains = []
-        for chain in chains:
-            vectors = []
-            for tower in chain:
-                vectors += [means[tower.number], variances[tower.number]]
-            types = {'T': dtype, 'N': len(vectors)}
-            of_chains.append(nodes.add('Pack', vectors, chain[0].device, **types))
-        if sender is not None:
-            of_chains = [nodes.concat(of_chains, 0, dtype, sender)]
-        stacked += of_chains
-
-    rows = nodes.concat(stacked, 0, dtype, device)  # mean, variance, mean, variance, and so on
-    pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device, T=dtype)
-    first = nodes.add('Unpack', [pairs], device, T=dtype, num=2, axis=1)
-    return first, second_output(first)
+        # A machine may have no example.
+        of_mean = add('DivNoNan', entries, all_entries)
+        return of_mean, of_variance, add('RealDiv', entries, divisor)
 
 
 def _without_empty_towers(
