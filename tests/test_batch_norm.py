@@ -8,7 +8,7 @@ import estimator_mgpu
 from estimator_mgpu import check_rule
 from estimator_mgpu.tf_internals import graphs
 from models import floats, sgd, spec_of, step
-from towers import behavior_of, compare, train
+from towers import behavior_of, compare, session, train
 
 MOMENTUM = 0.8
 
@@ -104,6 +104,37 @@ def test_devices_wait_once_for_statistics():
         ]
         sent[op] = max(counts, default=0)
     assert sent[spec.loss.op] == 2
+
+
+def test_on_three_machines(three_machines):
+    """With two devices each. Of three examples, the second machine has one, and the third none."""
+    tasks = ['/job:chief/task:0', '/job:worker/task:0', '/job:worker/task:1']
+    devices = [f'{task}/device:CPU:{i}' for task in tasks for i in range(2)]
+
+    def trained(target, devices):
+        with tf.Graph().as_default():
+            tf.train.get_or_create_global_step()
+            batch = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 3])
+
+            def model_fn(features, labels, mode):
+                x = tf.layers.dense(features, 3, kernel_initializer=tf.ones_initializer())
+                x = x * tf.constant([1.0, -2.0, 3.0]) + 5
+                net = tf.sigmoid(fused(x[:, None, None])[:, 0, 0] * labels)
+                return spec_of(mode, tf.reduce_mean(net), sgd(tf.reduce_mean(net), 10.0))
+
+            spec = estimator_mgpu.replicate(model_fn, devices=devices)(*batch, 'train')
+            variables = {v.op.name: v for v in tf.trainable_variables()}
+            with tf.Session(target) if target else session(0) as sess:
+                sess.run(tf.global_variables_initializer())
+                for rows in (9, 3):
+                    values = floats(rows, 3, seed=rows), floats(rows, 3, seed=20 + rows)
+                    sess.run(spec.train_op, dict(zip(batch, values)))
+                return sess.run(variables)
+
+    expected = trained(None, 1)
+    found = trained(three_machines, devices)
+    for name, value in expected.items():
+        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 def in_a_loop(x):

@@ -12,8 +12,8 @@ it has is left out of a gather, and replaced by the reduction's neutral element.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
 from estimator_mgpu.partition.messages.slices import Part, Slices
-from estimator_mgpu.partition.nodes.node_builder import second_output
+from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number, second_output
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
 from estimator_mgpu.partition.tower import Chain
 from estimator_mgpu.partition.towers.shards import SelectionShards, Shards, index_type
@@ -157,15 +157,25 @@ def sum_in_slices(
 def _combine_chains(shards: Shards, of_chains: Sequence[str], reduction: str, device: str) -> str:
     """Combines the partial results of chains of towers on a device.
 
-    Those of another machine are combined there first, and sent once.
+    Those of each machine are combined there first, and sent once.
+    """
+    combined = [
+        _combine(shards, [of_chains[number] for number in numbers], reduction, combining)
+        for combining, numbers in _by_machine(shards, device).items()
+    ]
+    return _combine(shards, combined, reduction, device)
+
+
+def _by_machine(shards: Shards, device: str) -> Mapping[str, list[int]]:
+    """The numbers of each machine's chains, by the device there that combines what they have.
+
+    On the machine of the device that needs the result, it's this device.
     """
     devices = [tower.device for tower in shards.towers]
-    groups: dict[str | int, list[str]] = {}
-    for number, (chain, running) in enumerate(zip(shards.chains, of_chains)):
-        sender = relay(devices, chain[0].device, device)
-        groups.setdefault(sender or number, []).append(running)
-    combined = [_combine(shards, group, reduction, str(sender)) for sender, group in groups.items()]
-    return _combine(shards, combined, reduction, device)
+    machines = defaultdict[str, list[int]](list)
+    for number, chain in enumerate(shards.chains):
+        machines[relay(devices, chain[0].device, device) or device].append(number)
+    return machines
 
 
 def _combine_chain(shards: Shards, chain: Chain, values: Sequence[str], reduction: str) -> str:
@@ -210,6 +220,8 @@ def reduce_moments(
         mean = sum(m / M * its mean)
         variance = sum((m - 1) / (M - 1) * its variance + m / (M - 1) * (its mean - mean) ** 2)
 
+    Those of each machine are combined there first, and sent once.
+
     Args:
       means: vectors, one for each tower.
       variances: vectors, too; that of a tower with one entry is ignored.
@@ -218,10 +230,74 @@ def reduce_moments(
     Returns:
       The mean and the unbiased variance of all entries, which is 0 for one entry.
     """
+    if shards.active is not None:
+        means = _without_empty_towers(shards, means, 'sum')
+        variances = _without_empty_towers(shards, variances, 'sum')
+
+    moments = [_packed(shards, chain, means, variances) for chain in shards.chains]
+    counts = shards.counts
+    machines = _by_machine(shards, device)
+    if 1 < len(machines) < len(shards.chains):
+        moments, counts = _moments_of_machines(shards, machines, moments, factor)
+    return _combine_moments(shards, moments, counts, shards.total, factor, device)
+
+
+def _packed(shards: Shards, chain: Chain, means: Sequence[str], variances: Sequence[str]) -> str:
+    """What a chain sends as one message: the mean and variance of its first tower, and so on."""
+    vectors = []
+    for tower in chain:
+        vectors += [means[tower.number], variances[tower.number]]
+    return shards.nodes.add('Pack', vectors, chain[0].device)
+
+
+def _moments_of_machines(
+    shards: Shards, machines: Mapping[str, list[int]], of_chains: Sequence[str], factor: Size
+) -> tuple[list[str], list[str]]:
+    """Combines the moments of each machine's chains.
+
+    Returns:
+      The mean and variance of each machine, packed; and how many examples each machine has.
+    """
     nodes = shards.nodes
-    dtype = nodes.dtype(means[0])
-    of_mean, of_variance, of_difference = _weights_of_moments(shards, dtype, factor)
-    means, variances = _stack(shards, means, variances, device)
+    moments = []
+    totals = []
+    for device, numbers in machines.items():
+        towers = [tower for number in numbers for tower in shards.chains[number]]
+        counts = [shards.counts[tower.number] for tower in towers]
+        total = nodes.add('Sum', [nodes.tensor(counts, tf.int64), 0], nodes.host)
+        packed = [of_chains[number] for number in numbers]
+        of_machine = _combine_moments(shards, packed, counts, total, factor, device)
+        moments.append(nodes.add('Pack', of_machine, device))
+        totals.append(total)
+    return moments, totals
+
+
+def _combine_moments(
+    shards: Shards,
+    packed: Sequence[str],
+    counts: Sequence[Number],
+    total: Number,
+    factor: Size,
+    device: str,
+) -> tuple[str, str]:
+    """Combines means and variances by the formula of `reduce_moments`.
+
+    Args:
+      packed: in rows a mean, a variance, the next mean, the next variance, and so on.
+      counts: how many examples each pair is of.
+      total: the sum of the counts.
+      factor: how many entries an example has.
+      device: where they are combined.
+    """
+    nodes = shards.nodes
+    of_example = shards.size_value(factor, None, tf.int64)
+    dtype = nodes.dtype(packed[0])
+    of_mean, of_variance, of_difference = _weights(nodes, counts, total, of_example, dtype)
+
+    rows = nodes.concat(packed, 0, device)
+    pairs = nodes.add('Reshape', [rows, [len(counts), 2, -1]], device)
+    means = nodes.add('Unpack', [pairs], device, num=2, axis=1)
+    variances = second_output(means)
 
     def add(op_type: str, *inputs: str) -> str:
         return nodes.add(op_type, inputs, device)
@@ -234,9 +310,14 @@ def reduce_moments(
     return mean, add_up(add('AddV2', add('MulNoNan', variances, of_variance), squares))
 
 
-def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[str, str, str]:
-    """The weights of each tower's mean, variance and squared difference, as columns."""
-    nodes = shards.nodes
+def _weights(
+    nodes: NodeBuilder,
+    counts: Sequence[Number],
+    total: Number,
+    of_example: Number,
+    dtype: tf.DType,
+) -> tuple[str, str, str]:
+    """The weights of means, variances and squared differences, as columns."""
 
     def add(op_type: str, *inputs: str) -> str:
         return nodes.add(op_type, inputs, nodes.host)
@@ -244,46 +325,15 @@ def _weights_of_moments(shards: Shards, dtype: tf.DType, factor: Size) -> tuple[
     with nodes.for_many():
         zero = nodes.const(0, dtype, nodes.host)
         one = nodes.const(1, dtype, nodes.host)
-        of_example = nodes.tensor(shards.size_value(factor, None, tf.int64), dtype)
-        counts = nodes.tensor(list(shards.counts), dtype)
-        column = nodes.add('ExpandDims', [counts, 1], nodes.host)
+        of_example = nodes.tensor(of_example, dtype)
+        column = nodes.add('ExpandDims', [nodes.tensor(list(counts), dtype), 1], nodes.host)
         entries = add('Mul', column, of_example)
-        all_entries = add('Mul', nodes.tensor(shards.total, dtype), of_example)
+        all_entries = add('Mul', nodes.tensor(total, dtype), of_example)
 
         divisor = add('Maximum', add('Sub', all_entries, one), one)
         of_variance = add('RealDiv', add('Maximum', add('Sub', entries, one), zero), divisor)
-        return add('RealDiv', entries, all_entries), of_variance, add('RealDiv', entries, divisor)
-
-
-def _stack(
-    shards: Shards, means: Sequence[str], variances: Sequence[str], device: str
-) -> tuple[str, str]:
-    """Stacks vectors of the towers, two each, as rows; 0 for towers without examples."""
-    nodes = shards.nodes
-    if shards.active is not None:
-        means = _without_empty_towers(shards, means, 'sum')
-        variances = _without_empty_towers(shards, variances, 'sum')
-
-    # Each device sends one message, or each machine if it's another one.
-    devices = [tower.device for tower in shards.towers]
-    stacked = []
-    for sender, chains in itertools.groupby(
-        shards.chains, lambda chain: relay(devices, chain[0].device, device)
-    ):
-        of_chains = []
-        for chain in chains:
-            vectors = []
-            for tower in chain:
-                vectors += [means[tower.number], variances[tower.number]]
-            of_chains.append(nodes.add('Pack', vectors, chain[0].device))
-        if sender is not None:
-            of_chains = [nodes.concat(of_chains, 0, sender)]
-        stacked += of_chains
-
-    rows = nodes.concat(stacked, 0, device)  # mean, variance, mean, variance, and so on
-    pairs = nodes.add('Reshape', [rows, [len(shards.towers), 2, -1]], device)
-    first = nodes.add('Unpack', [pairs], device, num=2, axis=1)
-    return first, second_output(first)
+        of_mean = add('DivNoNan', entries, all_entries)  # A machine may have no example.
+        return of_mean, of_variance, add('RealDiv', entries, divisor)
 
 
 def _without_empty_towers(shards: Shards, values: Sequence[str], reduction: str) -> list[str]:
