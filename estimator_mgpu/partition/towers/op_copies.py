@@ -236,7 +236,7 @@ class Copies:
 
     def _range(self, dtype: tf.DType, need: LocalRange, tower: Tower) -> str:
         """The numbers of the entries that a tower's rows have."""
-        _, size = self._values.shards.of(need.rows).extent(need.factor, tower, dtype)
+        size = self._values.shards.of(need.rows).local_size(need.factor, tower, dtype)
         ends = [self._nodes.scalar(number, dtype) for number in (0, size, 1)]
         return self._nodes.add('Range', ends, tower.device)
 

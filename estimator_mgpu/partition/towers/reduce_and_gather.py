@@ -106,7 +106,7 @@ def gather_blocks(
     """
     apart = []
     for tower, value in zip(shards.towers, values):
-        _, row_count = shards.extent(ONE, tower)
+        row_count = shards.local_size(ONE, tower)
         apart.append(shards.reshape_blocks(value, axis, dims, row_count, tower.device, apart=True))
     dims_apart = [*dims[:axis], ONE, shards.rows.size, *dims[axis + 1 :]]
     gathered = gather(shards, apart, axis + 1, dims_apart, device)

@@ -7,6 +7,7 @@ only when a step runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -30,7 +31,12 @@ from estimator_mgpu.partition.sizes import (
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers import ragged_features
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
+from estimator_mgpu.partition.towers.shards import (
+    EqualShards,
+    SelectionShards,
+    Shards,
+    UniqueShards,
+)
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 
 
@@ -108,10 +114,10 @@ class ShardsOfRows:
             first_dim = Dim(selection.name, 0)
             sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
         origin = self.of(rows.origin)
-        shards = SelectionShards(rows, sizes, origin, self._symbol_value)
         if isinstance(rows, UniqueRows):
-            shards.total = self._count_ids(selection)
-        return shards
+            count_ids = functools.partial(self._count_ids, selection)
+            return UniqueShards(rows, sizes, origin, self._symbol_value, count_ids=count_ids)
+        return SelectionShards(rows, sizes, origin, self._symbol_value)
 
     def _count_ids(self, ids: tf.Tensor) -> str:
         """How many different ids all towers have together."""
@@ -174,7 +180,7 @@ class ShardsOfRows:
             shards = self.of(placement.rows)
             of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
             for tower in self._towers:
-                _, count = shards.extent(placement.factor, tower, tensor.dtype)
+                count = shards.local_size(placement.factor, tower, tensor.dtype)
                 rows = self._values.local(tensor, tower)
                 count = nodes.scalar(count, tensor.dtype)
                 on_host = host_of(tower.device)

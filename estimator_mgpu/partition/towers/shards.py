@@ -10,6 +10,8 @@ many kernels fail without one; `reduce_and_gather` leaves its results out.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -26,7 +28,7 @@ Extent = tuple[Number, Number]
 
 
 class Shards:
-    """Shards of a row space: `EqualShards`, or `SelectionShards`.
+    """Shards of a row space: `EqualShards`, `SelectionShards`, or `UniqueShards`.
 
     A tower *has* `counts` rows, and *computes on* its extent. That's the same, but for a tower
     without rows, which computes on others' rows.
@@ -39,13 +41,6 @@ class Shards:
       rows: the row space, of the batch's examples or of others, such as those a mask leaves.
       symbol_value: symbol_value(symbol, tower or None, dtype) gives the value of a size's symbol.
     """
-
-    # Subclasses set these.
-    total: Number
-    counts: Sequence[Number]  # how many rows the shard of each tower has
-    active: Sequence[str] | None = None  # whether a tower has any; None: all always have
-    _extents: Sequence[Extent]  # the rows on which each tower computes
-    _extents_of_chains: Sequence[Extent]  # and those of the towers of each chain
 
     def __init__(
         self,
@@ -64,25 +59,53 @@ class Shards:
         # By how many entries a row has, and the tower's number.
         self._extents_of_slices: dict[tuple[Size, int], Extent] = {}
 
+    # Subclasses set or override these.
+
+    @functools.cached_property
+    def total(self) -> Number:
+        """How many rows there are."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def counts(self) -> Sequence[Number]:
+        """How many rows the shard of each tower has."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def active(self) -> Sequence[str] | None:
+        """Whether each tower has any rows; None if all always have."""
+        return None
+
+    @functools.cached_property
+    def _starts(self) -> Sequence[Number]:
+        """The first row on which each tower computes."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _sizes(self) -> Sequence[Number]:
+        """On how many rows each tower computes."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _sizes_of_chains(self) -> Sequence[Number]:
+        """On how many rows the towers of each chain compute."""
+        return self._sizes
+
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
+        start = self._cast(self._starts[tower.number], dtype)
         entries_per_row = self.size_value(factor, tower, dtype)
-        return self._entries_of(self._extents[tower.number], entries_per_row, dtype)
+        return self._multiply(start, entries_per_row), self.local_size(factor, tower, dtype)
+
+    def local_size(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Number:
+        """How many entries a tower computes on, with `factor` entries a row."""
+        rows = self._cast(self._sizes[tower.number], dtype)
+        return self._multiply(rows, self.size_value(factor, tower, dtype))
 
     def count_of_chain(self, factor: Size, chain: Chain, dtype: tf.DType) -> Number:
         """How many entries all towers of a chain have, with `factor` entries a row."""
-        entries_per_row = self.size_value(factor, None, dtype)
-        extent = self._extents_of_chains[self.chains.index(chain)]
-        return self._entries_of(extent, entries_per_row, dtype)[1]
-
-    def _entries_of(self, extent: Extent, entries_per_row: Number, dtype: tf.DType) -> Extent:
-        first_row, row_count = extent
-        first_row = self._cast(first_row, dtype)
-        row_count = self._cast(row_count, dtype)
-
-        start = self._multiply(first_row, entries_per_row)
-        size = self._multiply(row_count, entries_per_row)
-        return start, size
+        rows = self._cast(self._sizes_of_chains[self.chains.index(chain)], dtype)
+        return self._multiply(rows, self.size_value(factor, None, dtype))
 
     def size_value(self, size: Size, tower: Tower | None, dtype: tf.DType) -> Number:
         """The value of a size, with all rows; with a tower, other dimensions are those it has."""
@@ -109,7 +132,7 @@ class Shards:
 
         factor = per_row(need.entries[need.position], need.rows)
         assert factor is not None
-        _, local_size = self.extent(factor, tower, dtype)
+        local_size = self.local_size(factor, tower, dtype)
         if scalar:
             return local_size
 
@@ -208,10 +231,9 @@ class Shards:
         with self.nodes.at_once(self.nodes.host, parts[0].op):
             rows = tf.stack([tf.cast(number_of_rows(part), tf.int32) for part in parts])
             rows_before = tf.cumsum(rows, exclusive=True)
-            start_names, size_names = zip(*self._extents)
             # Matrices from here on: a row for each tower, a column for each part.
-            start = tf.stack([tensor_of(name) for name in start_names])[:, None]
-            size = tf.stack([tensor_of(name) for name in size_names])[:, None]
+            start = tf.stack([tensor_of(name) for name in self._starts])[:, None]
+            size = tf.stack([tensor_of(name) for name in self._sizes])[:, None]
             first = tf.clip_by_value(start - rows_before, 0, rows)
             end = tf.clip_by_value(start + size - rows_before, 0, rows)
 
@@ -279,10 +301,12 @@ class EqualShards(Shards):
     def _set_static_extents(self) -> None:
         """If the number of rows is known, there is one for each tower, or nothing is sharded."""
         self.total = self.rows.static or 0
-        self._extents_of_chains = divide_extent(0, self.total, len(self.chains))
-        extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
-        self._extents = extents
-        self.counts = [count for _, count in extents]
+        of_chains = divide_extent(0, self.total, len(self.chains))
+        of_towers = static_extents(self.total, len(self.chains), len(self.chains[0]))
+        self._starts = [start for start, _ in of_towers]
+        self._sizes = [size for _, size in of_towers]
+        self._sizes_of_chains = [size for _, size in of_chains]
+        self.counts = self._sizes
 
     def _add_extents(self, total: tf.Tensor) -> None:
         """Adds ops that compute the extents from the number of rows."""
@@ -290,18 +314,22 @@ class EqualShards(Shards):
             extents = _Extents(tf.constant(0), total, total).divided(len(self.chains))
             turns = len(self.chains[0])
             if turns > 1:
-                self._extents_of_chains = extents.names()
+                self._sizes_of_chains = _names_of_entries(extents.sizes)
                 rows = _Extents(*(vector[:, None] for vector in extents)).divided(turns)
                 extents = _Extents(*(tf.reshape(matrix, [-1]) for matrix in rows))
 
             self.total = total.name
             self.counts = _names_of_entries(extents.counts)
             self.active = _names_of_entries(extents.counts > 0)
-            self._extents = extents.names()
+            self._starts = _names_of_entries(extents.starts)
+            self._sizes = _names_of_entries(extents.sizes)
 
 
 class SelectionShards(Shards):
     """Shards of a selection: each tower has picked rows of its own.
+
+    Nodes are added for what is asked for only: most selections are never gathered, and few have
+    shards that are cut.
 
     Args:
       rows: the selection's row space.
@@ -318,36 +346,63 @@ class SelectionShards(Shards):
         symbol_value: Callable[[Any, Any, tf.DType], Number],
     ):
         super().__init__(rows, origin.towers, origin.nodes, symbol_value)
-        starts: list[Number] = []
-        counts: list[Number] = []
-        rows_before: Number = 0
-        for size, is_active in zip(sizes, self._flags(origin)):
-            counts.append(self._multiply(size, is_active))
-            # A tower without examples computes on others' rows: on the first ones.
-            starts.append(self._multiply(rows_before, is_active))
-            rows_before = self._add(rows_before, counts[-1])
+        self._sizes = sizes
+        self._origin = origin
 
-        self.total = rows_before
-        self.counts = counts
-        self.active = [self._binary('Greater', count, 0) for count in counts]
+    @functools.cached_property
+    def total(self) -> Number:
+        return self._rows_until[-1]
+
+    @functools.cached_property
+    def counts(self) -> Sequence[Number]:
+        return list(map(self._multiply, self._sizes, self._flags))
+
+    @functools.cached_property
+    def active(self) -> Sequence[str]:
+        active = [self._binary('Greater', count, 0) for count in self.counts]
         # If no tower has a row, the first one computes on none, as one device would.
-        is_empty = self._binary('Equal', rows_before, 0)
-        self.active[0] = self.nodes.add('LogicalOr', [self.active[0], is_empty], self.nodes.host)
-        self._extents = list(zip(starts, sizes))
-        self._extents_of_chains = [self._extent_of_chain(chain) for chain in self.chains]
+        is_empty = self._binary('Equal', self._rows_until[-1], 0)
+        active[0] = self.nodes.add('LogicalOr', [active[0], is_empty], self.nodes.host)
+        return active
 
-    def _flags(self, origin: Shards) -> list[Number]:
+    @functools.cached_property
+    def _starts(self) -> Sequence[Number]:
+        # A tower without examples computes on others' rows: on the first ones.
+        return list(map(self._multiply, [0, *self._rows_until[:-1]], self._flags))
+
+    @functools.cached_property
+    def _sizes_of_chains(self) -> Sequence[Number]:
+        counts = [[self.counts[tower.number] for tower in chain] for chain in self.chains]
+        return [functools.reduce(self._add, of_chain) for of_chain in counts]
+
+    @functools.cached_property
+    def _rows_until(self) -> Sequence[Number]:
+        """For each tower, how many rows it and those before it have."""
+        return list(itertools.accumulate(self.counts, self._add))
+
+    @functools.cached_property
+    def _flags(self) -> Sequence[Number]:
         """For each tower, 1 if it has examples, otherwise 0."""
-        if origin.active is None:
+        if self._origin.active is None:
             return [1] * len(self.towers)
         host = self.nodes.host
-        return [self.nodes.cast(name, tf.int32, host) for name in origin.active]
+        return [self.nodes.cast(name, tf.int32, host) for name in self._origin.active]
 
-    def _extent_of_chain(self, chain: Chain) -> Extent:
-        count: Number = 0
-        for tower in chain:
-            count = self._add(count, self.counts[tower.number])
-        return self._extents[chain[0].number][0], count
+
+class UniqueShards(SelectionShards):
+    """Shards of each tower's own different ids, of which several towers may have the same one.
+
+    Args:
+      count_ids: gives how many different ids all towers have together.
+    """
+
+    def __init__(self, *args: Any, count_ids: Callable[[], Number]):
+        super().__init__(*args)
+        self._count_ids = count_ids
+
+    @functools.cached_property
+    def total(self) -> Number:
+        return self._count_ids()
 
 
 class _Extents(NamedTuple):
@@ -370,10 +425,6 @@ class _Extents(NamedTuple):
         # In an extent without a row, the first one computes on a row that isn't its own.
         counts = shares * tf.minimum(self.counts, 1)
         return _Extents(starts, sizes, counts)
-
-    def names(self) -> list[Extent]:
-        """The names of the start and the size of each."""
-        return list(zip(_names_of_entries(self.starts), _names_of_entries(self.sizes)))
 
 
 def index_type(size: Size) -> tf.DType:

@@ -83,7 +83,7 @@ class SumsOfEntries:
 
     def size_behind(self, indices: str, tower: Tower) -> str:
         """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
-        _, size = self._shards.extent(ONE, tower)
+        size = self._shards.local_size(ONE, tower)
         return self._nodes.add('Sub', [size, self.size(indices, tower)], self._nodes.host)
 
     def _count(self, indices_name: str, rows: RowSpace | None) -> str:
