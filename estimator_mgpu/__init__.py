@@ -9,8 +9,8 @@ from estimator_mgpu import quiet_tensorflow  # noqa: F401  # before TensorFlow i
 from estimator_mgpu.contrib import replicate_model_fn
 from estimator_mgpu.custom_ops.check_rule import check_rule
 from estimator_mgpu.custom_ops.register_rule import register_rule
+from estimator_mgpu.derived_estimators import replicate_estimator
 from estimator_mgpu.devices import session_config
-from estimator_mgpu.estimator_copies import replicate_estimator
 from estimator_mgpu.hooks import ProgressHook, ThroughputHook
 from estimator_mgpu.optimizer import TowerOptimizer
 from estimator_mgpu.replicate import replicate

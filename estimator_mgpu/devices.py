@@ -15,7 +15,7 @@ from typing import Any, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.arguments import is_positive_integer
+from estimator_mgpu.argument_checks import is_positive_integer
 from estimator_mgpu.tf_internals.tf_estimator import get_default_session_config
 
 Devices = Union[None, int, str, Iterable[str]]

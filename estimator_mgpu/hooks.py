@@ -13,7 +13,7 @@ from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.arguments import is_positive_integer
+from estimator_mgpu.argument_checks import is_positive_integer
 from estimator_mgpu.steps import of_graph
 
 Count = Optional[int]

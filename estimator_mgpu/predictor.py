@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.arguments import list_of_hooks
+from estimator_mgpu.argument_checks import list_of_hooks
 from estimator_mgpu.batches import batch, feeding
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.errors import step_errors

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.arguments import check_input_fn, check_steps, list_of_hooks
+from estimator_mgpu.argument_checks import check_input_fn, check_steps, list_of_hooks
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
@@ -55,7 +55,9 @@ def _explains_checkpoint_errors(method: Any) -> Any:
 
 
 class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
-    """Trains on several machines, if TF_CONFIG has them, and explains errors of checkpoints.
+    """Methods of `tf.estimator.Estimator` that train on several machines, if TF_CONFIG has them.
+
+    They also explain errors of checkpoints.
 
     With `microbatches='auto'`, it tries again if memory is too small.
 
@@ -255,7 +257,7 @@ class Estimator(_Overrides):
                 'Devices are given by name: Estimator(model_fn, devices=2).'
             )
         if not hasattr(model_fn, 'replicate_options'):
-            model_fn = replicate(devices=devices, **with_auto(options))(model_fn)
+            model_fn = replicate(devices=devices, **options_of_replicate(options))(model_fn)
         elif devices is not None or options:
             raise ValueError(
                 'This model_fn is replicated already, on '
@@ -361,8 +363,8 @@ def _options_of(estimator: Any) -> dict[str, Any]:
     return getattr(estimator._model_fn, 'replicate_options', plain)
 
 
-def with_auto(options: EstimatorOptions) -> Any:
-    """The options of `replicate()`, of which `microbatches` may be 'auto'."""
+def options_of_replicate(options: EstimatorOptions) -> Any:
+    """The options for `replicate()`: an `AutoMicrobatches` in place of 'auto'."""
     microbatches = options.get('microbatches')
     if isinstance(microbatches, str) and microbatches == AUTO:
         return {**options, 'microbatches': AutoMicrobatches()}

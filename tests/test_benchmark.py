@@ -104,7 +104,7 @@ def test_a_run_of_the_wrong_version(benchmark, tmp_path):
         benchmark.FLAGS(['benchmark', f'--other={tmp_path}'])
         told = f'estimator_mgpu was imported from {package}, not from --other={tmp_path}'
         with pytest.raises(SystemExit, match=f'^{re.escape(told)}$'):
-            benchmark.run_once('mlp', 'other', 2)
+            benchmark.measure('mlp', 'other', 2)
 
 
 def test_a_run_that_fails_is_told_by_the_exit_status(benchmark, monkeypatch, tmp_path):

@@ -123,7 +123,7 @@ def _check_sources(model_dir: str, path: str | None, warm_start: Any) -> None:
 
 
 def explain_restore_errors(saver: Any) -> None:
-    """Lets a scaffold's saver say which checkpoint it can't restore, also after a fault.
+    """Lets a saver say which checkpoint it can't restore, also after a fault.
 
     A file that is too short raises OutOfRangeError, which would be taken for the end of the data.
     """

@@ -27,8 +27,8 @@ def peers_at(addresses: Iterable[str]) -> set[Peer]:
     """Where connections to these addresses lead, as far as their names are known now."""
     found = set()
     for address in addresses:
-        # A host that has gone may have no place.
-        for *_, (ip, port, *_) in reach.places_of(address) or ():
+        # The name of a host that has gone may not resolve.
+        for *_, (ip, port, *_) in reach.resolved(address) or ():
             found.add((str(ip), int(port)))
     return found
 

@@ -26,13 +26,13 @@ def listens(address: str) -> bool:
 
 def described(name: str, address: str) -> str:
     """Describes a task that can't be reached: its address, and why, if that's known."""
-    if places_of(address) is None:
+    if resolved(address) is None:
         return f'{name} at {address} (the name {host_of(address)} does not resolve)'
     return f'{name} at {address}'
 
 
-def places_of(address: str) -> list[Any] | None:
-    """What `socket.getaddrinfo` says an address leads to; None if its name doesn't resolve."""
+def resolved(address: str) -> list[Any] | None:
+    """What `socket.getaddrinfo` gives for an address; None if its name doesn't resolve."""
     with contextlib.suppress(OSError):
         return socket.getaddrinfo(*_host_and_port(address), type=socket.SOCK_STREAM)
     return None
@@ -112,7 +112,7 @@ def _connect(address: str) -> socket.socket:
 def _begun_connections(address: str) -> list[socket.socket]:
     """Returns connections to all that an address's name leads to, without waiting for them."""
     begun = []
-    for family, kind, protocol, _, place in places_of(address) or ():
+    for family, kind, protocol, _, place in resolved(address) or ():
         with contextlib.suppress(OSError):  # This machine may have no IPv6.
             connection = socket.socket(family, kind, protocol)
             connection.setblocking(False)

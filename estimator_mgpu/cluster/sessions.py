@@ -1,6 +1,7 @@
 """What a session on several machines needs: that all tasks are there, and that each op has one.
 
-In: the graph of a training, before each of its sessions. Out: the same, when both are seen to.
+In: the graph of a training, before each of its sessions. Out: the same graph, with a task
+for each op, once all tasks are there.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from estimator_mgpu.tf_internals import graphs, private
 
 
 def begin(graph: tf.Graph) -> None:
-    """Prepares the default graph for a session, and waits for all tasks."""
+    """Prepares a graph for a session, and waits for all tasks."""
     place_on_chief(graph)
     join.chief().begin_session()
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.arguments import is_positive_integer
+from estimator_mgpu.argument_checks import is_positive_integer
 from estimator_mgpu.batches import batch
 from estimator_mgpu.custom_ops import op_calls, runs, trials
 from estimator_mgpu.partition.divide import divide

@@ -64,7 +64,7 @@ def local_shape_of(
 
 
 def local_shape_by_rows(entries: Sequence[Size] | None, rows: RowSpace) -> LocalShape | None:
-    """The same if the first entry depends on the number of rows, and no other one does."""
+    """The local shape by the first entry; None if other entries depend on the number of rows."""
     if entries is None or any(rows in size.symbols for size in entries[1:]):
         return None
     return local_shape_of(entries, 0, rows)

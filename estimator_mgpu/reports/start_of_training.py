@@ -39,7 +39,7 @@ def log_sharding(devices: Devices, microbatches: int, config: Any) -> None:
     is_on_cpu = device_spec(step.devices[0]).device_type == 'CPU'
     lacks_gpu = len(step.devices) == 1 and step.plan is None and devices is None and is_on_cpu
 
-    # More devices, or others, were asked for than have anything to do.
+    # Not all devices that the user may expect have something to do.
     is_unexpected = has_too_many_turns or nothing_is_sharded or lacks_gpu
     level = tf.logging.WARN if is_unexpected else tf.logging.INFO
     if not tf.get_logger().isEnabledFor(level):

@@ -82,7 +82,7 @@ def reason(error: Exception) -> str:
 
 
 def reason_in_sentence(error: Exception) -> str:
-    """The same without a full stop, to be part of a sentence."""
+    """An error's `reason` without a full stop, to be part of a sentence."""
     return reason(error).rstrip('.')
 
 

@@ -54,16 +54,19 @@ def set_attr(attr: Any, value: Any) -> None:
 
 
 def set_types(node: Any, dtypes: Sequence[tf.DType]) -> None:
-    """Sets those attributes of a NodeDef that follow from its operands, as TensorFlow does.
+    """Sets those attributes of a NodeDef that follow from its operands.
+
+    TensorFlow does so when it adds an op.
 
     Args:
       dtypes: of the operands. At most one argument of the op takes several: `values` of `Pack`.
     """
     arguments = private.op_definition(node.op).input_arg
+    lists = [argument for argument in arguments if argument.number_attr or argument.type_list_attr]
+    assert len(lists) <= 1, f'{node.op} takes several lists'
     position = 0
     for argument in arguments:
-        takes_several = argument.number_attr or argument.type_list_attr
-        count = len(dtypes) - len(arguments) + 1 if takes_several else 1
+        count = len(dtypes) - len(arguments) + 1 if argument in lists else 1
         of_argument = dtypes[position : position + count]
         position += count
         if argument.type_list_attr:

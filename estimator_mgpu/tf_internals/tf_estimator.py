@@ -17,7 +17,7 @@ import tensorflow as tf
 from tensorflow.python.tools import module_util
 from tensorflow.python.util import tf_export
 
-from estimator_mgpu.arguments import check_input_fn
+from estimator_mgpu.argument_checks import check_input_fn
 
 _REMOVED = {
     'distribute.estimator_training': 'For the devices of one machine use estimator_mgpu.replicate.',

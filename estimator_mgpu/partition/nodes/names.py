@@ -65,7 +65,7 @@ class Names:
         return self.copy_of(name) or CopyName(0, joint)
 
     def result(self, op_name: str) -> str:
-        """The name of what gives somebody what one of the user's ops computes."""
+        """The name of what gives a user's op's value to a fetch, or to who waits for it."""
         return self.added(op_name, f'result_{op_name.rpartition("/")[2]}')
 
     def copy_of(self, name: str) -> CopyName | None:

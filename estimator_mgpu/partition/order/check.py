@@ -200,13 +200,8 @@ class _Changed:
             return [name] if touches else []
         # A read that was added serves the copies that use its value.
         if op.type in op_types.VALUE_READS or op.type == op_types.DEEP_COPY:
-            users = [self.original(user) for user in self._users(op)]
-            if any(name in facts.before for name in users):
-                return [name for name in users if name in facts.before]
-            # What each device makes for itself stands for no single op: it reads as the read did.
-            while op.inputs and op.name not in facts.read:
-                op = op.inputs[0].op
-            return [op.name] if op.name in facts.read else []
+            users = map(self.original, self._users(op))
+            return [name for name in users if name in facts.before]
         return []
 
     def _users(self, op: tf.Operation) -> Iterator[tf.Operation]:

@@ -28,7 +28,8 @@ def place_batch(
     """Places the tensors of the batch in a scope.
 
     Args:
-      sources, unsharded: those that `propagate` is given.
+      sources: dense tensors of the batch.
+      unsharded: its sparse and ragged tensors, and those that aren't sharded.
 
     Returns:
       `entries` and `at_others_entries`, as in `Plan`.

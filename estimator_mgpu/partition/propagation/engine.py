@@ -32,7 +32,7 @@ from estimator_mgpu.partition.propagation.branches import (
 from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
-from estimator_mgpu.partition.propagation.scope import CallRule, Rules, Same, Scope
+from estimator_mgpu.partition.propagation.scope import CallRule, EqualNames, Rules, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, SelectedRows
@@ -80,8 +80,8 @@ def propagate(
     """
     reduced: set[str] = set()
     run_once: dict[str, dict[str, str]] = {}
-    same_entries = Same()
-    same_sums = Same()
+    same_entries = EqualNames()
+    same_sums = EqualNames()
     # Each pass but the last adds to one of these, which never lose anything: so it ends.
     while True:
         scope = Scope(

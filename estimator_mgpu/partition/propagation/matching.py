@@ -182,7 +182,7 @@ class Match:
         return [(operand.label, placement.total, placement.rows)]
 
     def _along_sizes(self, tensor: tf.Tensor, operand: SizesOf) -> Candidates:
-        """Those of which a shape has the size, where that depends on the number of examples.
+        """The dimensions whose size in a shape depends on the number of examples.
 
         Or on that of rows which towers have selected: what is added to these is made there, too.
         """
@@ -197,7 +197,7 @@ class Match:
         return candidates
 
     def _along_gathered(self, tensor: tf.Tensor, operand: Operand) -> Candidates:
-        """Dimension 0 of what was gathered.
+        """Dimension 0 of an input that was gathered.
 
         If that has another row space than the batch's, as what `tf.boolean_mask` gives, only
         heavy ops such as `MatMul` are worth sharding.

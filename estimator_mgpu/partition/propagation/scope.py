@@ -39,8 +39,8 @@ class Rules(NamedTuple):
     heavy: Container[str]  # worth sharding along row spaces that aren't the batch's
 
 
-class Same:
-    """Names that are found, two by two, to stand for the same. One of these is the first."""
+class EqualNames:
+    """Sets of names that stand for the same, joined two by two. A set is known by its first name."""
 
     def __init__(self) -> None:
         self._earlier: dict[str, str] = {}  # by name, one that is the same and was there before
@@ -64,7 +64,7 @@ class Same:
             self._earlier[second] = first
 
     def sets(self) -> dict[str, list[str]]:
-        """Those that are the same: by the first one, the others."""
+        """By the first name of each set, its other names."""
         sets: dict[str, list[str]] = {}
         for name in self._earlier:
             sets.setdefault(self.first(name), []).append(name)
@@ -107,8 +107,8 @@ class Scope:
     assumes: bool = False
     reduced: set[str] = field(default_factory=set)
     run_once: dict[str, dict[str, str]] = field(default_factory=dict)
-    same_entries: Same = field(default_factory=Same)
-    same_sums: Same = field(default_factory=Same)
+    same_entries: EqualNames = field(default_factory=EqualNames)
+    same_sums: EqualNames = field(default_factory=EqualNames)
     reshardable: set[str] = field(default_factory=set)
     ops: dict[str, OpPlan] = field(default_factory=dict)
     placements: dict[str, Placement] = field(default_factory=dict)

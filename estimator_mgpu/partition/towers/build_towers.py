@@ -218,7 +218,7 @@ def _collect_nodes(
     small = find_small(division, towers, origins, packs, waits)
     values = Values(division, origins, packs, small.packs, slices, towers, nodes)
     sender = Sender(values, packs, slices, devices, nodes)
-    everywhere = Everywhere(small, division, towers, values, nodes)
+    everywhere = Everywhere(small, plan, towers, values, nodes)
     copies = Copies(plan, towers, values, sender, waits, everywhere, nodes)
 
     for name, op_plan in plan.ops.items():
@@ -234,9 +234,6 @@ def _collect_nodes(
             continue
         with nodes.serving(op):
             control_inputs[op] = _control_inputs(op, plan, towers, values, waits, nodes)
-    for write, reads in everywhere.reads.items():
-        before = control_inputs.setdefault(write, [op.name for op in write.control_inputs])
-        before += dict.fromkeys(reads)
     return _Collected(nodes, values, waits, control_inputs)
 
 

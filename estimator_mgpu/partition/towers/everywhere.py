@@ -14,13 +14,6 @@ device has a copy of these, too. All devices compute the same, in the same order
 different kinds may round differently, so only floats are made on each: what is counted or decided,
 such as which branch is taken, is made once.
 
-A copy that uses a reference variable would read its memory when it runs, before which nothing else
-may write to it. So it's given the value in other memory, and only that comes before the write:
-
-    w --> DeepCopy ---+---> copy on device 0
-             |        +---> copy on device 1
-             +- - - - > write to w
-
 In: a tensor that towers need in full, and a device. Out: its value, made there.
 """
 
@@ -38,7 +31,6 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
-from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.tower import Tower
@@ -130,7 +122,7 @@ def _can_be_copied(op: tf.Operation, division: Division, waits: Waits) -> bool:
     order = division.order
     return (
         op.name not in division.plan.ops
-        and _only_reads_values(op, order)
+        and not order.bits(op)
         and not waits.of_op(op)
         and not waits.added(op)
         and op.type not in op_types.FUNCTION_CALLERS
@@ -139,29 +131,12 @@ def _can_be_copied(op: tf.Operation, division: Division, waits: Waits) -> bool:
     )
 
 
-def _only_reads_values(op: tf.Operation, order: Order) -> bool:
-    """Whether an op touches no state, or only reads small reference variables before all writes."""
-    if not order.bits(op):
-        return True
-    if order.bits(op) & order.effects or order.must_come_before(op):
-        return False
-    if any(map(order.variables_behind, op.outputs)):
-        return False
-    read = filter(order.variables_behind, op.inputs)
-    writes = order.writes_after(op)
-    return all(map(_is_small, read)) and all(map(order.liveness.always_runs, writes))
-
-
 class Everywhere:
     """Makes small values on every device that needs them.
 
-    Attributes:
-      reads: the names of added nodes that read reference variables, by the writes that wait for
-        them.
-
     Args:
       small: those that may be made on every device.
-      division: the graph and its plan.
+      plan: which ops are sharded.
       towers: those that have local values.
       values: these, and full values.
       nodes: where nodes are added.
@@ -170,15 +145,13 @@ class Everywhere:
     def __init__(
         self,
         small: Small,
-        division: Division,
+        plan: Plan,
         towers: Sequence[Tower],
         values: Values,
         nodes: NodeBuilder,
     ):
-        self.reads = defaultdict[tf.Operation, list[str]](list)
         self._behind = small.behind
-        self._order = division.order
-        self._plan = division.plan
+        self._plan = plan
         self._values = values
         self._nodes = nodes
         self._devices = list(dict.fromkeys(tower.device for tower in towers))
@@ -221,7 +194,7 @@ class Everywhere:
 
     def _copy(self, op: tf.Operation, device: str) -> None:
         """Adds a device's copy of an op that runs once."""
-        operands = [self._operand(op, operand, device) for operand in op.inputs]
+        operands = [self._made_on(operand, device) for operand in op.inputs]
         number = self._devices.index(device)
         name = self._nodes.names.added(op.name, f'device_{number}/{op.name.rpartition("/")[2]}')
         index = private.creation_index(op)  # as ops of other scopes may be called the same
@@ -230,17 +203,6 @@ class Everywhere:
             node.attr.pop(attr, None)
         for output in op.outputs:
             self._made[output.name, device] = f'{node.name}:{output.value_index}'
-
-    def _operand(self, op: tf.Operation, operand: tf.Tensor, device: str) -> str:
-        """What a device's copy of an op is given; of a reference variable, it's in other memory."""
-        value = self._made_on(operand, device)
-        if not self._order.variables_behind(operand):
-            return value
-        home = self._values.origins.device_of_full(operand)
-        copy = self._nodes.add(op_types.DEEP_COPY, [value], home)
-        for write in self._order.writes_after(op):
-            self.reads[write].append(copy.partition(':')[0])
-        return copy
 
 
 def _is_small(tensor: tf.Tensor) -> bool:

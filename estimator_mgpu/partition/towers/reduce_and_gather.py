@@ -237,7 +237,7 @@ def reduce_moments(
     moments = [_packed(shards, chain, means, variances) for chain in shards.chains]
     counts = shards.counts
     machines = _by_machine(shards, device)
-    if 1 < len(machines) < len(shards.chains):
+    if 1 < len(machines) < len(shards.towers):  # Otherwise no machine has several to combine.
         moments, counts = _moments_of_machines(shards, machines, moments, factor)
     return _combine_moments(shards, moments, counts, shards.total, factor, device)
 
@@ -290,9 +290,9 @@ def _combine_moments(
       device: where they are combined.
     """
     nodes = shards.nodes
-    of_example = shards.size_value(factor, None, tf.int64)
+    entries_of_example = shards.size_value(factor, None, tf.int64)
     dtype = nodes.dtype(packed[0])
-    of_mean, of_variance, of_difference = _weights(nodes, counts, total, of_example, dtype)
+    of_mean, of_variance, of_difference = _weights(nodes, counts, total, entries_of_example, dtype)
 
     rows = nodes.concat(packed, 0, device)
     pairs = nodes.add('Reshape', [rows, [len(counts), 2, -1]], device)
@@ -314,7 +314,7 @@ def _weights(
     nodes: NodeBuilder,
     counts: Sequence[Number],
     total: Number,
-    of_example: Number,
+    entries_of_example: Number,
     dtype: tf.DType,
 ) -> tuple[str, str, str]:
     """The weights of means, variances and squared differences, as columns."""
@@ -325,7 +325,7 @@ def _weights(
     with nodes.for_many():
         zero = nodes.const(0, dtype, nodes.host)
         one = nodes.const(1, dtype, nodes.host)
-        of_example = nodes.tensor(of_example, dtype)
+        of_example = nodes.tensor(entries_of_example, dtype)
         column = nodes.add('ExpandDims', [nodes.tensor(list(counts), dtype), 1], nodes.host)
         entries = add('Mul', column, of_example)
         all_entries = add('Mul', nodes.tensor(total, dtype), of_example)

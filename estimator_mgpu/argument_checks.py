@@ -1,4 +1,4 @@
-"""Arguments of users that several functions take, and check alike."""
+"""Checks of arguments that several public functions take."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def list_of_hooks(hooks: Any) -> list[Any]:
     if isinstance(hooks, tf.train.SessionRunHook):
         raise TypeError(f'hooks={hooks!r} is one hook. Give a list: hooks=[hook].')
     if hooks is not None and not isinstance(hooks, Iterable):
-        raise TypeError(f'hooks={hooks!r} is no list of hooks. Give one, as for predict().')
+        raise TypeError(f'hooks={hooks!r} is no list of hooks. Give a list: hooks=[hook].')
     return list(hooks or [])

@@ -1,8 +1,8 @@
-"""`replicate_estimator()`: an estimator for several devices, made of one of any class.
+"""Estimators that are made of others, of any class.
 
-In: an estimator, such as a canned one or a `TPUEstimator`. Out: another one with its attributes and
-its class's methods, whose model_fn is replicated; for `verify()`, whose model_fn is changed
-otherwise.
+`replicate_estimator()` makes one for several devices of a canned one, say, or of a `TPUEstimator`.
+`remade()`, for `verify()`, makes one with another model_fn. Both have the attributes of the one
+they are made of, and its class's methods.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from estimator_mgpu.devices import Devices
 from estimator_mgpu.replicate import check_named, check_options, replicate
-from estimator_mgpu.replicated_estimator import Estimator, EstimatorOptions, with_auto
+from estimator_mgpu.replicated_estimator import Estimator, EstimatorOptions, options_of_replicate
 from estimator_mgpu.tf_internals import tf_estimator
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def replicate_estimator(
     several.__dict__.update(vars(estimator))
 
     model_fn = _with_estimator(several, estimator._model_fn, estimator)
-    model_fn = replicate(devices=devices, **with_auto(options))(model_fn)
+    model_fn = replicate(devices=devices, **options_of_replicate(options))(model_fn)
 
     Estimator.__init__(
         several, model_fn, estimator.model_dir, estimator.config, *_params_and_warm_start(estimator)
