@@ -40,7 +40,7 @@ class Rules(NamedTuple):
 
 
 class EqualNames:
-    """Sets of names that stand for the same, joined two by two. A set is known by its first name."""
+    """Sets of names that stand for the same, joined two by two, each known by its first name."""
 
     def __init__(self) -> None:
         self._earlier: dict[str, str] = {}  # by name, one that is the same and was there before

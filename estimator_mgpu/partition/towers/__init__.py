@@ -10,10 +10,9 @@ gathered and reduced values. No decision about sharding is made here, and no rul
   made of what towers have, and `only_fetched`: for which of these somebody may ask.
 - `reduce_and_gather`, `unique_ids`: how full values are made.
 - `local_parts`: what towers take of full values; `sparse_features`, `ragged_features`: of tensors
-  of the batch that aren't dense. `bits`: packs masks that wait
-  for their turn.
-- `row_spaces`: which rows of each row space towers have, and how large tensors are; `shards`: of one; `sums_of_entries`:
-  of the sums of a sparse tensor's entries.
+  of the batch that aren't dense. `bits`: packs masks that wait for their turn.
+- `row_spaces`: which rows of each row space towers have, and how large tensors are; `shards`: of
+  one row space; `sums_of_entries`: of the sums of a sparse tensor's entries.
 - `sending`: full values, to the devices that need them.
 - `everywhere`: small ones, which each device makes for itself.
 - `waits`: control edges that keep the order of reads and writes.
