@@ -83,7 +83,7 @@ class Shards:
 
     @functools.cached_property
     def _sizes(self) -> Sequence[Number]:
-        """On how many rows each tower computes."""
+        """The number of rows on which each tower computes."""
         raise NotImplementedError
 
     @functools.cached_property
