@@ -12,7 +12,7 @@ import towers
 from estimator_mgpu import steps
 from estimator_mgpu.tf_internals.liveness import Liveness
 from estimator_mgpu.tf_internals.v1_loops import find_loops
-from models import sequences
+from models import floats, sequences
 
 pytestmark = pytest.mark.core
 STEPS, WIDTH = 4, 3
@@ -602,6 +602,33 @@ def test_what_a_loop_writes_comes_after_what_the_loop_waits_for():
         for _ in range(3):
             sess.run(spec.predictions)
     assert log == ['before', 'inside', 'inside'] * 3
+
+
+def test_a_loop_that_waits_for_an_assignment():
+    """The loop is given a reference to what is assigned, so all of it has to run on one device."""
+
+    def model_fn(features, labels, mode):
+        inside = tf.get_variable('inside', [WIDTH], initializer=tf.zeros_initializer())
+        before = tf.get_variable('before', [WIDTH], initializer=tf.zeros_initializer())
+        mean = tf.reduce_mean(features, axis=0)
+        features = tf.tanh(features + mean)
+        with tf.control_dependencies([features]):
+            assigned = tf.assign_add(before, mean)
+
+        def body(i, total):
+            return i + 1, total + tf.assign_add(inside, 0.5 * mean)
+
+        with tf.control_dependencies([assigned.op]):
+            _, total = tf.while_loop(lambda i, _: i < 3, body, [0, mean], parallel_iterations=1)
+        with tf.control_dependencies([total]):
+            loss = tf.reduce_mean(features * total)
+        with tf.control_dependencies([loss]):
+            train_op = tf.assign_add(tf.train.get_global_step(), 1)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    batches = [(floats(7, WIDTH, seed=7), None), (floats(2, WIDTH, seed=8), None)]
+    with towers.behavior_of('v1'):
+        towers.compare(model_fn, batches, 3, static=False)
 
 
 def test_the_parts_of_a_loop():

@@ -83,10 +83,14 @@ def _returns_variables(op: tf.Operation) -> bool:
 
 
 def _reference_variables_of_loops() -> set[tf.Operation]:
-    """The variables that enter loops of TensorFlow 1 as references, not as values."""
+    """The variables that enter loops of TensorFlow 1 as references, not as values.
+
+    An assignment gives a reference, too: a loop that waits for one, as it was made under
+    `tf.control_dependencies()`, is given it.
+    """
     enters = graphs.ops_of_types(tf.get_default_graph(), op_types.ENTER)
     operands = [op.inputs[0] for op in enters]
-    return {tensor.op for tensor in operands if graphs.is_reference_variable(tensor)}
+    return {maker_of_state(tensor) for tensor in operands if graphs.is_reference_variable(tensor)}
 
 
 def _variables_without_gpu_kernels(devices: Sequence[str]) -> set[tf.Operation]:
