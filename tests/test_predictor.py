@@ -344,7 +344,7 @@ def test_wrong_arguments(model_dir):
         estimator.predictor(serving_input_receiver_fn=lambda: None)
     with pytest.raises(TypeError, match='is one hook. Give a list'):
         estimator.predictor(hooks=Built())
-    with pytest.raises(TypeError, match='hooks=3 is no list of hooks. Give one'):
+    with pytest.raises(TypeError, match='hooks=3 is no list of hooks. Give a list'):
         estimator.predictor(hooks=3)
     with pytest.raises(TypeError, match='checkpoint_path=3 is no path. Give that of a'):
         estimator.predictor(checkpoint_path=3)
