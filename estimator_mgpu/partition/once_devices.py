@@ -46,8 +46,8 @@ def place_ops(division: Division) -> None:
     local = {name: division.graph.get_tensor_by_name(name) for name in plan.placements}
     full_value_devices: dict[str, str] = {}
 
-    # What a variable's update is computed from is placed where the update is. A small result is
-    # rather sent.
+    # What a variable's update is computed from is placed where the update is, unless the result is
+    # small: that is sent instead.
     _place_where_used(movable, devices, only_large=True)
     _place_full_values(local, full_value_devices, devices)
 

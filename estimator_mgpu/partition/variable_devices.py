@@ -21,7 +21,7 @@ def place_variables(choice: Variables, devices: Sequence[str], existing_ops: Set
 
     Slots such as Adam's moments go with their variable, and so does any variable whose name begins
     with another one's. The variables of a function that XLA compiles are together, as the compiled
-    function can use those of one device only. A reference variable that is read in a loop of
+    function can use those of one device only. A reference variable that is used in a loop of
     TensorFlow 1 is on the first device: if the loop runs once, then all of it does so there. A loop
     that has ops on two devices never ends if one of them is given a reference. TensorFlow itself
     places what else has to be where a variable is. If a GPU has no kernel for one of these ops, the

@@ -114,7 +114,7 @@ class Edges:
         frame = self._builder.frame_of(name)
         if frame is None:
             return None
-        copy = self._builder.names.frame_of(frame)
+        copy = self._builder.names.loop_of_frame(frame)
         return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
 
     def _find_added_to_loops(self) -> dict[Unit, list[str]]:

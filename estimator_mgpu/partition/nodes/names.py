@@ -59,8 +59,8 @@ class Names:
         """The name of the frame of a tower's copy of a v1 loop; a joint loop has one for all."""
         return f'{self.word}/all_towers/{name}' if is_joint else self.copy(name, tower)
 
-    def frame_of(self, name: str) -> CopyName:
-        """What the name of a frame says; that of a joint loop counts as the first tower's."""
+    def loop_of_frame(self, name: str) -> CopyName:
+        """The tower and the v1 loop of a frame; a joint loop counts as the first tower's."""
         joint = name.removeprefix(f'{self.word}/all_towers/')
         return self.copy_of(name) or CopyName(0, joint)
 

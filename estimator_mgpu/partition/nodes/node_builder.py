@@ -120,9 +120,11 @@ class NodeBuilder:
         if node is not None:
             outputs = private.op_definition(node.op).output_arg
             return [dtype for output in outputs for dtype in types_of(node, output)][int(index)]
-        op = self._served_by.get(op_name)  # A copy serves the op of which it's one,
+
+        # A copy has the types of the op that it serves. A tower's may be named before it's added.
+        op = self._served_by.get(op_name)
         if op is None:
-            copy = self.names.copy_of(op_name)  # and may be named before it's added.
+            copy = self.names.copy_of(op_name)
             op = self.graph.get_operation_by_name(op_name if copy is None else copy.op_name)
         return op.outputs[int(index)].dtype.base_dtype
 

@@ -328,8 +328,8 @@ class EqualShards(Shards):
 class SelectionShards(Shards):
     """Shards of a selection: each tower has picked rows of its own.
 
-    Nodes are added for what is asked for only: most selections are never gathered, and few have
-    shards that are cut.
+    Nodes are added for what is asked for only. Of the ids of an embedding, for example, nobody asks
+    where each tower's start.
 
     Args:
       rows: the selection's row space.
