@@ -175,12 +175,12 @@ class Predictor:
         """
         self._state.wait_for(lambda: self._model is not None or not self._runs)
         while self._model is None:
-            attempt = call.attempt(Progress())
+            progress = Progress()
             explained = checkpoint_files.checked_files(
                 self._estimator.model_dir, self._checkpoint_path
             )
-            with explained, attempt as hooks, tf.Graph().as_default():
-                self._model = self._built(features, attempt.progress, hooks)
+            with explained, call.attempt(progress) as hooks, tf.Graph().as_default():
+                self._model = self._built(features, progress, hooks)
         return self._model
 
     def _built(

@@ -13,6 +13,7 @@ number that was enough is kept for later calls.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -23,12 +24,7 @@ from estimator_mgpu import steps
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory import memory_advice
-from estimator_mgpu.tf_internals import (
-    error_messages,
-    function_calls,
-    op_types,
-    tf_estimator,
-)
+from estimator_mgpu.tf_internals import error_messages, function_calls, op_types, tf_estimator
 from estimator_mgpu.tf_internals.error_messages import reason_in_sentence
 
 AUTO = 'auto'
@@ -38,6 +34,10 @@ _GOES_ON = {
     _MODES.EVAL: 'Evaluation starts over',
     _MODES.PREDICT: 'Prediction goes on with the first example that has none',
 }
+
+
+Attempt = contextlib.AbstractContextManager[list[tf.train.SessionRunHook]]
+"""A context, which gives the hooks that the session in it needs: see `Call.attempt()`."""
 
 
 class _TooLittleMemory(tf.errors.ResourceExhaustedError):
@@ -112,19 +112,30 @@ class Call:
     """
 
     def __init__(self, auto: AutoMicrobatches | None, mode: str, model_dir: str):
-        self.auto = auto
-        self.mode = mode
-        self.model_dir = model_dir
+        self._auto = auto
+        self._mode = mode
+        self._model_dir = model_dir
         self._first_count = 1 if auto is None else auto.count(mode)
         self._failed: dict[_Failed, int] = {}  # and with how many micro-batches it did first
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether this isn't the first attempt, so that its graph may have more micro-batches."""
+        return bool(self._failed)
 
     def attempts(self) -> Iterator[Attempt]:
         """Attempts at the call, each with more micro-batches than the one before."""
         while True:
             yield self.attempt(Progress())
 
-    def attempt(self, progress: Progress, examples: int | None = None) -> Attempt:
-        """An attempt.
+    @contextlib.contextmanager
+    def attempt(
+        self, progress: Progress, examples: int | None = None
+    ) -> Iterator[list[tf.train.SessionRunHook]]:
+        """A context in which a graph is built, and its session runs steps, by the hooks it gives.
+
+        If memory is too small, it swallows the error, and there may be another attempt; or it
+        raises an error that says what would help.
 
         Args:
           progress: that of a graph which is there already, or a new one.
@@ -133,21 +144,70 @@ class Call:
         if self.is_repeated:
             # The last attempt's session, and so the memory of its variables, is in cycles.
             gc.collect()
-        return Attempt(self, progress, examples)
+        try:
+            yield [] if self._auto is None else [progress]
+        except tf.errors.ResourceExhaustedError as raised:
+            if not self._may_be_repeated(raised, progress, examples):
+                raise
 
-    def has_failed_with_fewer(self, failed: _Failed, count: int) -> bool:
-        """Whether the same has failed before, with fewer micro-batches than now."""
-        return self._failed.setdefault(failed, count) < count
+    def _may_be_repeated(
+        self, raised: tf.errors.OpError, progress: Progress, examples: int | None
+    ) -> bool:
+        """Whether an error is one that more micro-batches help against. The next graph has them.
 
-    def give_up(self) -> None:
-        """Forgets the micro-batches that haven't helped."""
-        assert self.auto is not None
-        self.auto.set_count(self._first_count, self.mode)
+        Raises:
+          _TooLittleMemory: if memory is too small, and they don't help.
+        """
+        auto = self._auto
+        error = step_errors.original(raised)
+        is_of_disk = checkpoint_files.is_of_writing(error, self._model_dir)
+        if auto is None or is_of_disk or not error_messages.is_of_step_memory(error):
+            return False
+        if progress.graph is None:
+            return False  # An input_fn has run a session of its own.
 
-    @property
-    def is_repeated(self) -> bool:
-        """Whether this isn't the first attempt, so that its graph may have more micro-batches."""
-        return bool(self._failed)
+        step = steps.of_graph(progress.graph)
+        limit = auto.limit(self._mode, step, examples)
+        obstacle = self._obstacle(error, progress, step, limit)
+        if obstacle is not None:
+            auto.set_count(self._first_count, self._mode)  # More haven't helped.
+            raise _without_remedy(error, step.microbatches, obstacle) from error
+
+        # Another call of a predictor may have found a larger number.
+        count = max(memory_advice.more_microbatches(step, limit), auto.count(self._mode))
+        auto.set_count(count, self._mode)
+        self._log_that_it_goes_on(error, progress, count)
+        return True
+
+    def _obstacle(
+        self, error: tf.errors.OpError, progress: Progress, step: steps.Step, limit: int | None
+    ) -> memory_advice.Obstacle | None:
+        """Why more micro-batches would not help; None if they would, as far as is known."""
+        if not progress.has_session:
+            return memory_advice.VARIABLES_ARE_TOO_LARGE
+        obstacle = memory_advice.obstacle_to_microbatches(step, limit)
+        if obstacle is None:
+            failed = _failed(error, step)
+            if self._failed.setdefault(failed, step.microbatches) < step.microbatches:
+                return memory_advice.needs_as_much(failed.op, step)
+        return obstacle
+
+    def _log_that_it_goes_on(self, error: Exception, progress: Progress, count: int) -> None:
+        """Logs how many micro-batches the next attempt has, and where it begins."""
+        checkpoint = checkpoint_files.last_checkpoint_name(self._model_dir) or 'the start'
+        text = (
+            f'Out of memory: {reason_in_sentence(error)}. From now on, each device runs {count} '
+            'micro-batches, one after another. '
+            f'{_GOES_ON[self._mode].format(checkpoint=checkpoint)}. If there is an input_fn, '
+            'it is called anew.'
+        )
+        if function_calls.has_function_with(progress.graph, op_types.GENERATOR_DATASET):
+            text += (
+                ' Its data comes from a Python generator. If that is one which cannot begin anew, '
+                f'the examples of at least {progress.batches} batch(es) are lost, which this '
+                'attempt has taken.'
+            )
+        tf.logging.warning('%s', text)
 
 
 class _Failed(NamedTuple):
@@ -162,83 +222,6 @@ class _Failed(NamedTuple):
     op: str | None
     device: str
     reason: str
-
-
-class Attempt:
-    """A context, in which a graph is built, and its session runs steps.
-
-    It gives the hooks that the session needs. If memory is too small, it swallows the error, and
-    there may be another attempt; or it raises an error that says what would help.
-
-    Args:
-      call: which is attempted.
-      progress: that of the graph.
-      examples: as for `Call.attempt()`.
-    """
-
-    def __init__(self, call: Call, progress: Progress, examples: int | None):
-        self.progress = progress
-        self._call = call
-        self._examples = examples
-
-    def __enter__(self) -> list[tf.train.SessionRunHook]:
-        return [] if self._call.auto is None else [self.progress]
-
-    def __exit__(self, _: Any, raised: BaseException | None, traceback: Any) -> bool:
-        auto = self._call.auto
-        if auto is None or not isinstance(raised, tf.errors.ResourceExhaustedError):
-            return False
-        error = step_errors.original(raised)
-        is_of_disk = checkpoint_files.is_of_writing(error, self._call.model_dir)
-        if is_of_disk or not error_messages.is_of_step_memory(error):
-            return False
-
-        graph = self.progress.graph
-        if graph is None:
-            return False  # An input_fn has run a session of its own.
-        step = steps.of_graph(graph)
-        mode = self._call.mode
-        limit = auto.limit(mode, step, self._examples)
-        obstacle = self._obstacle(error, step, limit)
-        if obstacle is not None:
-            self._call.give_up()
-            raise _without_remedy(error, step.microbatches, obstacle) from error
-
-        # Another call of a predictor may have found a larger number.
-        count = max(memory_advice.more_microbatches(step, limit), auto.count(mode))
-        auto.set_count(count, mode)
-        self._log_that_it_goes_on(error, count)
-        return True
-
-    def _obstacle(
-        self, error: tf.errors.OpError, step: steps.Step, limit: int | None
-    ) -> memory_advice.Obstacle | None:
-        """Why more micro-batches would not help; None if they would, as far as is known."""
-        if not self.progress.has_session:
-            return memory_advice.VARIABLES_ARE_TOO_LARGE
-        obstacle = memory_advice.obstacle_to_microbatches(step, limit)
-        if obstacle is None:
-            failed = _failed(error, step)
-            if self._call.has_failed_with_fewer(failed, step.microbatches):
-                return memory_advice.needs_as_much(failed.op, step)
-        return obstacle
-
-    def _log_that_it_goes_on(self, error: Exception, count: int) -> None:
-        """Logs how many micro-batches the next attempt has, and where it begins."""
-        checkpoint = checkpoint_files.last_checkpoint_name(self._call.model_dir) or 'the start'
-        text = (
-            f'Out of memory: {reason_in_sentence(error)}. From now on, each device runs {count} '
-            'micro-batches, one after another. '
-            f'{_GOES_ON[self._call.mode].format(checkpoint=checkpoint)}. If there is an input_fn, '
-            'it is called anew.'
-        )
-        if function_calls.has_function_with(self.progress.graph, op_types.GENERATOR_DATASET):
-            text += (
-                ' Its data comes from a Python generator. If that is one which cannot begin anew, '
-                f'the examples of at least {self.progress.batches} batch(es) are lost, which this '
-                'attempt has taken.'
-            )
-        tf.logging.warning('%s', text)
 
 
 class Progress(tf.train.SessionRunHook):
