@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import chief_sigterm, end_of_chief, ending, reach, serve, task, watch
+from estimator_mgpu.cluster import end_of_chief, ending, reach, serve, task, watch
 from models import floats, of_all_modes, weights
 
 STEPS = 20
@@ -230,7 +230,7 @@ def watch_closely():
     watch._LOG_AFTER = 8
     watch._LOG_EVERY = 12
     watch._LATER_THAN_OTHERS = 8
-    chief_sigterm._FOR_MAIN_THREAD = 4
+    end_of_chief._FOR_MAIN_THREAD = 4
     end_of_chief._WAIT_FOR_LOST = 3
     ending._READ_EVERY = 3
     serve._CHECK_EVERY = 3

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from estimator_mgpu.cluster import chief_sigterm
+from estimator_mgpu.cluster import end_of_chief
 from towers import wait_for
 
 pytestmark = pytest.mark.core
@@ -70,13 +70,13 @@ def each_second(monkeypatch):
         for function in functions:
             function(len(seconds))
 
-    monkeypatch.setattr(chief_sigterm.time, 'sleep', sleep)
+    monkeypatch.setattr(end_of_chief.time, 'sleep', sleep)
     return functions
 
 
 def test_whatever_the_main_thread_does(task, end, each_second):
     """The log has the user's line."""
-    chief_sigterm.ChiefSigterm(task, end, lambda: None).end_process_soon()
+    end_of_chief.ChiefSigterm(task, end, lambda: None).end_process_soon()
     error, status = end.ending
     assert error.startswith('SIGTERM came 7 seconds ago, and this process has not ended: ')
     assert f'the program is at {__file__}:' in error and ' in test_whatever' in error
@@ -90,7 +90,7 @@ def test_the_main_thread_ends(task, end, each_second, monkeypatch):
     monkeypatch.setattr(time, 'sleep', lambda seconds: (slept.append(seconds), sleep(seconds)))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):  # It's the thread that gets here, if the process has not ended.
-        chief_sigterm.ChiefSigterm(task, end, lambda: None).end_process_soon()
+        end_of_chief.ChiefSigterm(task, end, lambda: None).end_process_soon()
     assert end.ending is None
     os._exit.assert_called_once_with(143)
     assert slept == [1, 1, 1, 20]
@@ -99,7 +99,7 @@ def test_the_main_thread_ends(task, end, each_second, monkeypatch):
 def test_a_step_waits_for_a_task(task, end, each_second):
     watch = Watch()
     watch.silence = 9
-    chief_sigterm.ChiefSigterm(task, end, lambda: watch).end_process_soon()
+    end_of_chief.ChiefSigterm(task, end, lambda: watch).end_process_soon()
     error, _ = end.ending
     assert f'has not ended: {WORKER} is silent. Nothing is saved' in error
 
@@ -120,9 +120,9 @@ def test_a_checkpoint_is_saved(ends, after, task, end, each_second, caplog, monk
             is_saving = ends != 'the save'
             watch.silence = 11 if ends == 'the worker' else 0
 
-    monkeypatch.setattr(chief_sigterm.saving, 'is_saving', lambda: is_saving)
+    monkeypatch.setattr(end_of_chief.saving, 'is_saving', lambda: is_saving)
     each_second.append(change)
-    chief_sigterm.ChiefSigterm(task, end, lambda: watch).end_process_soon()
+    end_of_chief.ChiefSigterm(task, end, lambda: watch).end_process_soon()
     assert f'SIGTERM came {after} seconds ago' in end.ending[0]
     said = 'SIGTERM came 7 seconds ago. A checkpoint is being saved. This process ends after that'
     assert f'{said}, or if it takes more than 3600 seconds.' in caplog.text
@@ -130,8 +130,8 @@ def test_a_checkpoint_is_saved(ends, after, task, end, each_second, caplog, monk
 
 def test_a_save_outside_of_training(task, end, each_second, monkeypatch):
     """SIGTERM breaks it off, so nothing is waited for."""
-    monkeypatch.setattr(chief_sigterm.saving, 'is_saving', lambda: True)
-    chief_sigterm.ChiefSigterm(task, end, lambda: None).end_process_soon()
+    monkeypatch.setattr(end_of_chief.saving, 'is_saving', lambda: True)
+    end_of_chief.ChiefSigterm(task, end, lambda: None).end_process_soon()
     assert 'SIGTERM came 7 seconds ago' in end.ending[0]
 
 
@@ -148,14 +148,14 @@ def came(task, end, no_pipe, monkeypatch):
     """A list that has an entry for each SIGTERM that a thread has heard of."""
     came = []
     monkeypatch.setattr(
-        chief_sigterm.ChiefSigterm, 'end_process_soon', lambda self: came.append(self)
+        end_of_chief.ChiefSigterm, 'end_process_soon', lambda self: came.append(self)
     )
     return came
 
 
 def test_a_thread_hears_of_it(task, end, came):
     """Not of other signals, nor if the user handles SIGTERM, nor of those of forked processes."""
-    chief_sigterm.ChiefSigterm(task, end, lambda: None).listen()
+    end_of_chief.ChiefSigterm(task, end, lambda: None).listen()
     thread = threading.enumerate()[-1]
     assert thread.daemon
     before = signal.signal(signal.SIGUSR1, task.handle)
@@ -185,7 +185,7 @@ def test_the_pipe_of_another_library(task, end, came):
     reading_end, writing_end = os.pipe()
     os.set_blocking(writing_end, False)
     signal.set_wakeup_fd(writing_end)
-    chief_sigterm.ChiefSigterm(task, end, lambda: None).listen()
+    end_of_chief.ChiefSigterm(task, end, lambda: None).listen()
     os.kill(os.getpid(), signal.SIGTERM)
     assert os.read(reading_end, 1)[0] == signal.SIGTERM
     assert not came
@@ -196,7 +196,7 @@ def test_the_pipe_of_another_library(task, end, came):
 
 def test_beside_the_main_thread(task, end, came):
     """Only the main thread may listen to signals."""
-    listens = chief_sigterm.ChiefSigterm(task, end, lambda: None).listen
+    listens = end_of_chief.ChiefSigterm(task, end, lambda: None).listen
     count = threading.active_count()
     with ThreadPoolExecutor() as pool:
         pool.submit(listens).result()

@@ -435,7 +435,7 @@ def test_sigterm_while_it_tells(status, task, chief, pads, clock, monkeypatch):
 def test_a_disk_that_hangs_as_the_process_ends(chief, monkeypatch):
     """Others have been told by then."""
     is_over = threading.Event()
-    monkeypatch.setattr(end_of_chief, 'LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(end_of_chief, '_LONGEST_TELLING', 0.1)
     monkeypatch.setattr(chief.end, 'tell', lambda *ending: is_over.wait(60))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
     with pytest.raises(SystemExit):
@@ -449,7 +449,7 @@ def test_a_log_that_hangs_as_the_process_ends(chief, monkeypatch):
     """Others are told, and the process ends."""
     is_over = threading.Event()
     told = []
-    monkeypatch.setattr(end_of_chief, 'LONGEST_TELLING', 0.1)
+    monkeypatch.setattr(end_of_chief, '_LONGEST_TELLING', 0.1)
     monkeypatch.setattr(tf.logging, 'error', lambda text: is_over.wait(60))
     monkeypatch.setattr(chief.end, 'tell', lambda *ending: told.append(ending))
     monkeypatch.setattr(os, '_exit', mock.Mock(side_effect=SystemExit))
@@ -639,17 +639,16 @@ def test_meeting_again(lost, chief, pads, clock, monkeypatch, tmp_path):
 @pytest.mark.core
 def test_each_session_begins_as_all_meet(chief, pads, monkeypatch, tmp_path):
     """So a worker that was started again with another cluster is found."""
-    monkeypatch.setattr(join, '_chief', chief)
     differs = ValueError('TF_CONFIG differs')
     monkeypatch.setattr(chief, '_check_cluster', mock.Mock(side_effect=differs))
     chief._restarts = mock.Mock()
     chief._model_dir = str(tmp_path)
-    with tf.Graph().as_default() as graph:
+    with tf.Graph().as_default():
         with pytest.raises(ValueError, match='TF_CONFIG differs'):
-            sessions.begin(graph)
+            chief.begin_session()
         chief._restarts.begin.assert_not_called()
         chief._check_cluster.side_effect = None
-        sessions.begin(graph)
+        chief.begin_session()
     chief._restarts.begin.assert_called_once_with()
     assert chief._restarts.pause.call_count == 2
 

@@ -13,7 +13,7 @@ What a process is:
 
 What a training needs:
 
-- `sessions`: each session waits for all tasks, and each op has one.
+- `sessions`: how many may be lost, as when a worker dies; each op of one is on a task.
 - `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
 - `saving`: which tasks save parts of checkpoints, and whether one is being saved.
 
@@ -24,14 +24,12 @@ How tasks know of each other:
 - `leadership`: which chief leads the others, as another one may have replaced it.
 - `connections`: those to a machine that has gone are dropped.
 - `watch`: tasks that don't answer, while a step waits for them in TensorFlow.
-- `restarts`: sessions that are lost, as when a worker dies.
 
 How they end:
 
 - `exits`: with which error and status this process ends, which Python doesn't tell.
-- `end_of_chief`: the chief tells the others that it ends, and how.
-- `chief_sigterm`: ends a chief whose main thread hangs as SIGTERM comes. `serve` says what SIGTERM
-  does to other tasks.
+- `end_of_chief`: the chief tells the others that it ends, and how; also if its main thread hangs as
+  SIGTERM comes. `serve` says what SIGTERM does to other tasks.
 - `ending`: what the chief leaves, and how all other tasks end by it. If it leaves nothing, they
   wait, as `task` says: nobody takes a chief's place but a process that is started as the chief.
 """

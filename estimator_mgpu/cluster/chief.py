@@ -16,12 +16,11 @@ from typing import Any, TypeVar
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster import reach, saving
-from estimator_mgpu.cluster.chief_sigterm import ChiefSigterm
-from estimator_mgpu.cluster.end_of_chief import EndOfChief
+from estimator_mgpu.cluster.end_of_chief import ChiefSigterm, EndOfChief
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import version
-from estimator_mgpu.cluster.restarts import Restarts
+from estimator_mgpu.cluster.sessions import Restarts
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch
@@ -80,29 +79,22 @@ class Chief:
         self.leadership.begin_training(self._model_dir)
 
         lost = lost_sessions(self._restarts.lost)
-        with self._watches() as watch, lost:
-            machines = self.devices()
-            vars(config).update(machines=machines, _master=self.task.server.target)
-            self.task.busy = True
+        with Watch(self.task, self.leadership, self.end) as watch, lost:
+            self.watch = watch
             try:
+                machines = self.devices()
+                vars(config).update(machines=machines, _master=self.task.server.target)
+                self.task.busy = True
                 with _explained_time_limit(config, watch):
                     hook = _AfterSteps(self.task, self._restarts, watch)
                     yield hook, _BeforeCheckpoints(watch)
             finally:
+                self.watch = None
                 self.task.busy = False
                 vars(config).update(machines=None, _master='')
 
         if self.task.sigterm_at is not None:
             raise SystemExit(SIGTERM_STATUS)
-
-    @contextlib.contextmanager
-    def _watches(self) -> Iterator[Watch]:
-        """A context in which the other tasks are watched."""
-        with Watch(self.task, self.leadership, self.end) as self.watch:
-            try:
-                yield self.watch
-            finally:
-                self.watch = None
 
     def devices(self) -> dict[str, list[str]]:
         """Waits for all tasks, and returns the CPUs and GPUs of each by the task's name.
