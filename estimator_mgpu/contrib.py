@@ -53,8 +53,6 @@ def replicate_model_fn(
 
     # Estimator looks at the signature: it's contrib's, whatever the model_fn takes.
     signature = inspect.signature(replicated_model_fn, follow_wrapped=False)
-    replicated_model_fn.__signature__ = signature  # type: ignore[attr-defined]
     options = replicated.replicate_options
-    replicated_model_fn.replicate_options = options  # type: ignore[attr-defined]
-
+    vars(replicated_model_fn).update(__signature__=signature, replicate_options=options)
     return ModelFunction(replicated_model_fn, replicate_model_fn, model_fn, loss_reduction, devices)

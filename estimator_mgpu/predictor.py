@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.argument_checks import list_of_hooks
@@ -89,22 +88,17 @@ class Predictor:
             while True:
                 with self._opened(features, call) as model:
                     feed, examples = feeding.feed_of(model.inputs, features)
+                    # Hooks keep notes from before a run until after it.
+                    run_by_run = self._hooked_run if model.has_hooks else contextlib.nullcontext()
                     try:
-                        with call.attempt(model.progress, examples):
-                            return self._run(model, feed)
+                        with call.attempt(model.progress, examples), run_by_run:
+                            return model.session.run(model.predictions, feed)
                     except tf.errors.ResourceExhaustedError:
                         if call.is_repeated:  # The next call needs a graph as before this one.
                             self._give_up(model)
                         raise
                     self._give_up(model)
                 del model  # The memory of its session is needed for the next one.
-
-    def _run(self, model: _Model, feed: dict[tf.Tensor, np.ndarray]) -> Any:
-        """Predicts for a batch, of which each placeholder is fed its array."""
-        # Hooks keep notes from before a run until after it.
-        one_at_a_time = self._hooked_run if model.has_hooks else contextlib.nullcontext()
-        with one_at_a_time:
-            return model.session.run(model.predictions, feed)
 
     def __enter__(self) -> Predictor:
         return self

@@ -76,7 +76,14 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
         saving_listeners: Any = None,
     ) -> Any:
         """As Estimator's. On a task other than the chief it serves the chief, and never returns."""
-        self._check_train_arguments(input_fn, steps, max_steps)
+        if self.config.task_type == 'evaluator':
+            raise ValueError(
+                "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
+                'call tf.estimator.train_and_evaluate().'
+            )
+        check_input_fn(input_fn)
+        check_steps('steps', steps)
+        check_steps('max_steps', max_steps)
         hooks = list_of_hooks(hooks)
         chief: Chief | None = None
         if self._cluster_config is not None:
@@ -85,11 +92,10 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
                 serve(process, self.model_dir)
             chief = process
 
-        is_auto = isinstance(self._microbatches, AutoMicrobatches)
         given = [count for count in (steps, max_steps) if count is not None]
         # Without any, training ends with its input. Estimator itself refuses two, and 0 or less.
         has_last_step = len(given) == 1 and int(given[0]) > 0
-        if (is_auto or chief is not None) and has_last_step:
+        if has_last_step and (self._auto is not None or chief is not None):
             # Training may begin again: from a later checkpoint, or after its last step.
             hooks.append(LastStep(steps, max_steps))
             steps = None
@@ -112,7 +118,8 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
         saving_listeners: Any,
     ) -> Any:
         """An attempt at `train()`, whose arguments it takes, and the chief of several machines."""
-        by_machine = _options_of(self)['input'] == 'machine'
+        options = _options_of(self)
+        by_machine = options['input'] == 'machine'
         if chief is None:
             if by_machine:
                 input_fn = machine_input.in_context(input_fn)
@@ -120,7 +127,9 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
 
         with chief.training(self._config) as (hook, listener):
             if by_machine:
-                input_fn = self._reads_by_machine(input_fn)
+                call = functools.partial(self._call_input_fn, mode=_MODES.TRAIN)
+                towers = resolve(options['devices'], self._config.machines)
+                input_fn = machine_input.read(call, input_fn, towers)
             hooks = [*hooks, hook]
             # TensorFlow refuses a listener if no checkpoints are saved.
             if self.config.save_checkpoints_secs or self.config.save_checkpoints_steps:
@@ -146,29 +155,13 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
 
     def _call(self, mode: str) -> Call:
         """A call, in attempts that give hooks: there are several with `microbatches='auto'`."""
-        microbatches = self._microbatches
-        auto = microbatches if isinstance(microbatches, AutoMicrobatches) else None
-        return Call(auto, mode, self.model_dir)
+        return Call(self._auto, mode, self.model_dir)
 
     @property
-    def _microbatches(self) -> int | AutoMicrobatches:
-        return _options_of(self)['microbatches']
-
-    def _check_train_arguments(self, input_fn: Any, steps: Any, max_steps: Any) -> None:
-        if self.config.task_type == 'evaluator':
-            raise ValueError(
-                "TF_CONFIG's task is the evaluator, which doesn't train. Let each machine's script "
-                'call tf.estimator.train_and_evaluate().'
-            )
-        check_input_fn(input_fn)
-        check_steps('steps', steps)
-        check_steps('max_steps', max_steps)
-
-    def _reads_by_machine(self, input_fn: Any) -> Callable[[], Any]:
-        """An input_fn whose batches are the parts that all machines read."""
-        call = functools.partial(self._call_input_fn, mode=_MODES.TRAIN)
-        towers = resolve(self._model_fn.replicate_options['devices'], self._config.machines)
-        return machine_input.read(call, input_fn, towers)
+    def _auto(self) -> AutoMicrobatches | None:
+        """What finds the number of micro-batches; None if the user has given it."""
+        microbatches = _options_of(self)['microbatches']
+        return microbatches if isinstance(microbatches, AutoMicrobatches) else None
 
     def _call_input_fn(self, input_fn: Any, mode: str, input_context: Any = None) -> Any:
         check_input_fn(input_fn)

@@ -83,29 +83,6 @@ def checked_files(
     Args:
       model_dir: where files are written.
       path: the checkpoint to read, by default the last one of the model_dir.
-      warm_start: an Estimator's settings of what its variables start from.
-    """
-    _check_sources(model_dir, path, warm_start)
-    try:
-        yield
-    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as raised:
-        error = step_errors.original(raised)
-        if _op_type(error) == op_types.CHECKPOINT_READ:
-            if not isinstance(error, _RESTORE_ERRORS) or _is_of_other_variables(error):
-                raise
-            checkpoint = _restored_path(error) or path or _last_checkpoint(model_dir)
-            raise _unreadable(error, checkpoint) from error
-        if not is_of_writing(error, model_dir):
-            raise
-        raise _unwritable(error, model_dir) from error
-
-
-def _check_sources(model_dir: str, path: str | None, warm_start: Any) -> None:
-    """Fails if there is something wrong with the files that variables will be read from.
-
-    Args:
-      model_dir: where the last checkpoint is.
-      path: the checkpoint to read instead, if it isn't None.
       warm_start: an Estimator's settings of what its variables start from, or None.
     """
     if path is None:
@@ -120,6 +97,19 @@ def _check_sources(model_dir: str, path: str | None, warm_start: Any) -> None:
     if warm_start is not None:  # from a directory, or from a checkpoint
         check_name(warm_start.ckpt_to_initialize_from)
         check(warm_start.ckpt_to_initialize_from)
+
+    try:
+        yield
+    except (*_RESTORE_ERRORS, *_WRITE_ERRORS) as raised:
+        error = step_errors.original(raised)
+        if _op_type(error) == op_types.CHECKPOINT_READ:
+            if not isinstance(error, _RESTORE_ERRORS) or _is_of_other_variables(error):
+                raise
+            checkpoint = _restored_path(error) or path or _last_checkpoint(model_dir)
+            raise _unreadable(error, checkpoint) from error
+        if not is_of_writing(error, model_dir):
+            raise
+        raise _unwritable(error, model_dir) from error
 
 
 def explain_restore_errors(saver: Any) -> None:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
+from typing import Any, NoReturn
 
 import tensorflow.compat.v1 as tf
 
@@ -29,9 +29,6 @@ from estimator_mgpu.cluster.exits import SIGTERM_STATUS, NotedExit
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.errors import user_lines
-
-if TYPE_CHECKING:  # It imports this module.
-    from estimator_mgpu.cluster.watch import Watch
 
 _LONGEST_TELLING = 20  # seconds that a process takes to tell others how it ends
 _WAIT_FOR_LOST = 30  # seconds, at the end, for tasks that are about to be started again
@@ -173,10 +170,10 @@ class ChiefSigterm:
     if it's given one (`signal.set_wakeup_fd`). Here a thread reads from it. Only a checkpoint that
     is being saved is finished first, unless that takes an hour, as on a disk that hangs.
 
-    `watch` returns the watch of the training that goes on, or None if none does.
+    `watch` returns the `Watch` of the training that goes on, or None if none does.
     """
 
-    def __init__(self, task: Task, end: EndOfChief, watch: Callable[[], Watch | None]) -> None:
+    def __init__(self, task: Task, end: EndOfChief, watch: Callable[[], Any]) -> None:
         self._task = task
         self._end = end
         self._watch = watch

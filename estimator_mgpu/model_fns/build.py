@@ -31,10 +31,7 @@ from estimator_mgpu.partition import fetches
 from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order import check, facts
-from estimator_mgpu.partition.rewrites.recomputation.recompute import (
-    Recomputation,
-    recompute_activations,
-)
+from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
 from estimator_mgpu.partition.variable_devices import place_variables
 from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
@@ -147,7 +144,11 @@ def _built(
 
         if step.plan is None:
             before = facts.noted(graph, result_ops(spec))
-            recomputation = _recompute(spec, tensors, existing_ops, options)
+            recomputation = None
+            if _recomputes(spec, options):
+                recomputation = recompute_activations(
+                    graph, tensors, spec.loss, results_of_step(spec), existing_ops
+                )
             step = step._replace(facts=before, recomputation=recomputation)
     return spec, step._replace(open_pairs=open_pairs)
 
@@ -219,17 +220,6 @@ def _divided(
         facts=division.facts,
         tower_devices=[tower.device for tower in towers.towers],
     )
-
-
-def _recompute(
-    spec: Any, tensors: Sequence[tf.Tensor], existing_ops: set[str], options: dict[str, Any]
-) -> Recomputation | None:
-    """Lets gradients of a graph that isn't divided use copies of forward ops, if asked for."""
-    if not _recomputes(spec, options):
-        return None
-    graph = tf.get_default_graph()
-    results = results_of_step(spec)
-    return recompute_activations(graph, tensors, spec.loss, results, existing_ops)
 
 
 def _recomputes(spec: Any, options: dict[str, Any]) -> bool:

@@ -66,7 +66,8 @@ def _with_check(gradients: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal depth
         graph = graphs.outermost_graph(tf.get_default_graph())
         if depth == 0 and hasattr(graph, _CHANGED) and not graph.finalized:
-            _check(graph, ys, xs, _argument(gradients, 'stop_gradients', ys, xs, *args, **kwargs))
+            arguments = inspect.signature(gradients).bind(ys, xs, *args, **kwargs).arguments
+            _check(graph, ys, xs, arguments.get('stop_gradients'))
         depth += 1
         try:
             return gradients(ys, xs, *args, **kwargs)
@@ -76,18 +77,13 @@ def _with_check(gradients: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def _argument(function: Callable[..., Any], name: str, *args: Any, **kwargs: Any) -> Any:
-    """What a function is given for an argument; None if nothing."""
-    return inspect.signature(function).bind(*args, **kwargs).arguments.get(name)
-
-
 def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
     """Raises an error if gradients of `ys` with respect to `xs` may go through a changed model.
 
     Args:
       ys: of which the gradients are taken.
       xs: by which.
-      stopped: tensors at which gradients stop.
+      stopped: tensors at which gradients stop, or None.
     """
     x_ops = [op for op in map(_op_of, _as_list(xs)) if op is not None and op.graph is graph]
     for model in getattr(graph, _CHANGED):

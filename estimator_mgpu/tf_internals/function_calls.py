@@ -15,15 +15,11 @@ _FUNCTION_ATTRS = ('cond', 'body', 'then_branch', 'else_branch', 'branches', 'f'
 
 def called_functions(node: Any) -> list[Any]:
     """Returns what a NodeDef says of the functions that it calls: a loop's condition is first."""
-    return list(_functions_by_label(node).values())
+    return list(functions_by_label(node).values())
 
 
-def function_labels(node: Any) -> list[str]:
-    """Labels the functions that a NodeDef calls: 'then_branch', say, or 'branches_1'."""
-    return list(_functions_by_label(node))
-
-
-def _functions_by_label(node: Any) -> dict[str, Any]:
+def functions_by_label(node: Any) -> dict[str, Any]:
+    """As `called_functions()`, by labels such as 'then_branch', or 'branches_1'."""
     functions = {}
     for name in _FUNCTION_ATTRS:
         if name in node.attr:

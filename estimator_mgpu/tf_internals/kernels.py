@@ -90,17 +90,15 @@ def _on_host(node: Any, arguments: Iterable[Any]) -> list[bool]:
     is_gpus = is_gpu(node.device)
     kernel = _kernel(node) if is_gpus else None
     # Calls of functions keep int32 there, as most ops do of which the functions consist.
-    always = (*_ALWAYS_ON_HOST, tf.int32) if _calls_functions(node) else _ALWAYS_ON_HOST
+    always = (
+        (*_ALWAYS_ON_HOST, tf.int32) if node.op in op_types.FUNCTION_CALLERS else _ALWAYS_ON_HOST
+    )
     is_on_host: list[bool] = []
     for argument in arguments:
         is_named = kernel is not None and argument.name in kernel.on_host
         for dtype in types_of(node, argument):
             is_on_host.append(not is_gpus or is_named or dtype in always)
     return is_on_host
-
-
-def _calls_functions(node: Any) -> bool:
-    return node.op in op_types.FUNCTION_CALLERS
 
 
 def _users_of_handles(nodes: Sequence[Any]) -> Mapping[str, list[Any]]:

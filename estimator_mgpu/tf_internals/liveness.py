@@ -154,7 +154,10 @@ class Liveness:
 
     def _add(self, op: tf.Operation) -> None:
         """Finds the frames and the condition of an op, given those of what it waits for."""
-        frame = self._longest_frame(graphs.direct_inputs(op))
+        # An op runs in the frame of what it waits for: even a constant in a loop waits for an op
+        # there. A loop's way back has no frame yet when the loop's `Merge` is added, so the longest
+        # frame counts.
+        frame = max(map(self.output_frame, graphs.direct_inputs(op)), key=len, default=())
         self._input_frames[op] = frame
         self._output_frames[op] = frame
         if op.type in op_types.ENTER:
@@ -164,14 +167,6 @@ class Liveness:
         elif op.type in op_types.EXIT:
             self._output_frames[op] = frame[:-1]
         self._conditions[op] = self._condition_of(op)
-
-    def _longest_frame(self, ops: Iterable[tf.Operation]) -> Frame:
-        """The frame of an op that waits for others: theirs.
-
-        A loop's way back has no frame yet when the loop's `Merge` is added, so the longest frame
-        counts. Even a constant in a loop waits for an op there.
-        """
-        return max((self.output_frame(op) for op in ops), key=len, default=())
 
     def _condition_of(self, op: tf.Operation) -> Condition:
         """The condition of an op, given those of what it waits for."""

@@ -32,7 +32,7 @@ def path_in_function(caller: str, label: str, op_name: str) -> str:
 
     Args:
       caller: the op that calls the function; its own path, if it's in a function, too.
-      label: of the function, as in `function_calls.function_labels()`.
+      label: of the function, as in `function_calls.functions_by_label()`.
       op_name: in the function's graph.
     """
     return f'{caller}/{label}/{op_name}'
@@ -43,7 +43,7 @@ def split_path(graph: tf.Graph, path: str) -> OpPath | None:
     parts = path.split('/')
     for end in range(1, len(parts) - 1):
         caller = _op_or_none(graph, '/'.join(parts[:end]))
-        if caller is not None and parts[end] in function_calls.function_labels(caller.node_def):
+        if caller is not None and parts[end] in function_calls.functions_by_label(caller.node_def):
             return OpPath(caller, parts[end], '/'.join(parts[end + 1 :]))
     return None
 
@@ -53,7 +53,7 @@ def op_of_path(graph: tf.Graph, path: str) -> tf.Operation | None:
     split = split_path(graph, path)
     if split is None:
         return _op_or_none(graph, path)
-    labels = function_calls.function_labels(split.caller.node_def)
+    labels = function_calls.functions_by_label(split.caller.node_def)
     functions = dict(zip(labels, function_calls.function_graphs(split.caller)))
     if split.label not in functions:  # The functions have no graphs.
         return None
@@ -101,9 +101,8 @@ def _note_calls(caller: tf.Operation, path: str, calls: dict[str, list[_Call]]) 
     """
     if caller.type not in op_types.FUNCTION_CALLERS:
         return
-    labels = function_calls.function_labels(caller.node_def)
-    called = function_calls.called_functions(caller.node_def)
-    for label, function, body in zip(labels, called, function_calls.function_graphs(caller)):
+    called = function_calls.functions_by_label(caller.node_def)
+    for (label, function), body in zip(called.items(), function_calls.function_graphs(caller)):
         calls[function.name].append(_Call(path, label))
         # A second call tells that what the function calls is called in two places, too. A third
         # one would tell nothing new.

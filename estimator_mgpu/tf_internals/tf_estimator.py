@@ -220,12 +220,6 @@ def _publish_estimator() -> None:
             sys.modules.setdefault(f'{module.__name__}.estimator', module.estimator)  # to import
 
 
-def _explain_missing_estimators() -> None:
-    """Lets tf.estimator say where an estimator is that it doesn't have, or that it's gone."""
-    for module in _estimator_namespaces().values():
-        module.__getattr__ = functools.partial(_missing_estimator, module.__name__)
-
-
 def _estimator_namespaces() -> dict[str, Any]:
     """The modules of tf.estimator's API, by their public names."""
     modules = {}
@@ -239,7 +233,7 @@ def _estimator_namespaces() -> dict[str, Any]:
 
 
 def _missing_estimator(module: str, name: str) -> Any:
-    """Raises AttributeError, as a module without a name does.
+    """Raises AttributeError, as a module without a name does, but says where the name is now.
 
     Args:
       module: the module's own name.
@@ -269,7 +263,8 @@ if _minor(tf.__version__) > (2, 15):
     _choose_keras()
     _restore_removed()
     _publish_estimator()
-_explain_missing_estimators()
+for _module in _estimator_namespaces().values():
+    _module.__getattr__ = functools.partial(_missing_estimator, _module.__name__)
 tf.get_logger().addFilter(_is_no_advice)
 # TensorFlow 2.20 writes graphs as text with an option of which newer versions of protobuf warn.
 warnings.filterwarnings('ignore', 'float_format is deprecated', UserWarning)

@@ -124,7 +124,9 @@ class _Rewrite:
         other branches return, so that's there only when these are taken apart.
         """
         for op in ops:
-            scopes = [f'{op.name}/{label}' for label in function_calls.function_labels(op.node_def)]
+            scopes = [
+                f'{op.name}/{label}' for label in function_calls.functions_by_label(op.node_def)
+            ]
             functions = function_calls.function_graphs(op)
             self._bodies[op] = [
                 Body(function, op.inputs[1:], scope, op.device)

@@ -61,9 +61,8 @@ def adapt_node(
         if isinstance(need, VariableValue)
     }
     if op_plan.functions:
-        called = function_calls.called_functions(node)
-        labels = function_calls.function_labels(node)
-        for function, label, op_plans in zip(called, labels, op_plan.functions):
+        called = function_calls.functions_by_label(node)
+        for (label, function), op_plans in zip(called.items(), op_plan.functions):
             path_of = functools.partial(op_paths.path_in_function, path or node.name, label)
             function.name = _copy_function(
                 shards, function.name, op_plans, tower, variable_dtypes, path_of
