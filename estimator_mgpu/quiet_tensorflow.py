@@ -27,11 +27,6 @@ def _is_command() -> bool:
     return sys.argv[:1] == ['-m'] and 'estimator_mgpu' in arguments
 
 
-def _can_fork() -> bool:
-    """Whether another process can print the log: Windows has no fork."""
-    return hasattr(os, 'fork')
-
-
 @contextlib.contextmanager
 def _log_if_it_fails() -> Iterator[None]:
     """Drops what is written to the standard error, also by C++ code, unless the block fails."""
@@ -73,7 +68,8 @@ def _print_unless(end: int, log: IO[bytes]) -> NoReturn:
         os._exit(0)
 
 
-if _is_command() and _can_fork() and _LEVEL not in os.environ:
+_can_fork = hasattr(os, 'fork')  # Windows has none, so no other process can print the log.
+if _is_command() and _can_fork and _LEVEL not in os.environ:
     os.environ[_LEVEL] = '3'
     with _log_if_it_fails():  # During its import, TensorFlow 2.21 doesn't look at the level.
         importlib.import_module('tensorflow')

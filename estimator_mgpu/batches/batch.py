@@ -86,29 +86,25 @@ class Batch(NamedTuple):
         leaves = in_use or self.leaves
         first = tf.nest.flatten(list(leaves.values()), expand_composites=True)[0]
         with tracebacks.made_for(first.op):
-            return _total(leaves)
+            counts = _rows_of_each(list(leaves.values()))
+            total = counts[0]
+            is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
+            if len(counts) > 1 and not is_static:
+                # This text is in the graph.
+                message = (
+                    'features and labels must have the same number of examples along dimension 0, '
+                    'but for those that are replicated: scalars, and what '
+                    'replicate(broadcast=[...]) names. The numbers of examples of '
+                    f'{", ".join(map(title, leaves))} are'
+                )
+                total = if_same(counts, message, total)
+            return tf.cast(total, tf.int32)
 
 
 def _is_used(leaf: Any) -> bool:
     """Whether any op uses a leaf, or a part of a sparse or ragged one."""
     parts = tf.nest.flatten(leaf, expand_composites=True)
     return any(part.consumers() for part in parts)
-
-
-def _total(leaves: dict[Path, Any]) -> tf.Tensor:
-    """The number of examples of leaves, with an assertion that all have the same."""
-    counts = _rows_of_each(list(leaves.values()))
-    total = counts[0]
-    is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
-    if len(counts) > 1 and not is_static:
-        # This text is in the graph.
-        message = (
-            'features and labels must have the same number of examples along dimension 0, but '
-            'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
-            f'names. The numbers of examples of {", ".join(map(title, leaves))} are'
-        )
-        total = if_same(counts, message, total)
-    return tf.cast(total, tf.int32)
 
 
 def if_same(counts: Sequence[tf.Tensor | int], message: str, value: tf.Tensor) -> tf.Tensor:
@@ -183,7 +179,14 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
     """A batch of leaves that may have examples, by what the graph knows of their shapes now."""
     unknown = {path: leaf for path, leaf in leaves.items() if _rank(leaf) is None}
     with_examples = {path: leaf for path, leaf in leaves.items() if _rank(leaf)}
-    _check_same_size(with_examples)
+    differing = differing_sizes(with_examples)
+    if differing:
+        raise ValueError(
+            f'The numbers of examples along dimension 0 differ: {differing}. Each needs one entry '
+            "an example: let the input_fn give batches, by dataset.batch() say. What isn't per "
+            'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
+            'every tower.'
+        )
 
     # By name, as one tensor may be in several places.
     dense = [leaf for leaf in with_examples.values() if isinstance(leaf, tf.Tensor)]
@@ -192,18 +195,6 @@ def batch_of(leaves: dict[Path, Any]) -> Batch:
     sizes = {static_rows(leaf) for leaf in with_examples.values()}
     static = sizes.pop() if len(sizes) == 1 else None
     return Batch(list(sources.values()), static, with_examples, unknown)
-
-
-def _check_same_size(leaves: dict[Path, Any]) -> None:
-    """Raises ValueError if the graph knows that leaves differ in the number of examples."""
-    differing = differing_sizes(leaves)
-    if differing:
-        raise ValueError(
-            f'The numbers of examples along dimension 0 differ: {differing}. Each needs one entry '
-            "an example: let the input_fn give batches, by dataset.batch() say. What isn't per "
-            'example (a vocabulary) is a scalar or named in replicate(broadcast=[...]), to go to '
-            'every tower.'
-        )
 
 
 def differing_sizes(leaves: dict[Path, Any]) -> str:

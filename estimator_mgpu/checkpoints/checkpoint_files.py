@@ -196,11 +196,7 @@ def is_of_writing(error: Exception, model_dir: str) -> bool:
     reason = reason_in_sentence(error)
     if isinstance(error, RuntimeError) and '; ' not in reason:
         return False
-    return _is_in_or_above(reason, model_dir)
-
-
-def _is_in_or_above(reason: str, model_dir: str) -> bool:
-    """Whether a reason begins with a file in the model_dir, or with a directory that it is in."""
+    # It begins with a file in the model_dir, or with a directory that this is in.
     path = reason.partition('; ')[0].removesuffix(' is not a directory').rstrip('/') + '/'
     directory = model_dir.rstrip('/') + '/'
     return path.startswith(directory) or directory.startswith(path)

@@ -59,19 +59,13 @@ class NotedExit:
         uncaught = getattr(sys, 'last_value', None)
         # A program may also end by `sys.exit()` after that, as one that runs tests does.
         if uncaught is not None and not self.was_seen:
-            return _error_text(uncaught), 1
+            name, message = type(uncaught).__name__, _text(uncaught)
+            return f'{name}: {message}' if message else name, 1
         if self.argument is None:
             return None, 0
         if isinstance(self.argument, int):
             return None, self.argument & 0xFF  # The system keeps only these bits.
         return _text(self.argument), 1
-
-
-def _error_text(error: BaseException) -> str:
-    """Returns an error's class and message."""
-    message = _text(error)
-    name = type(error).__name__
-    return f'{name}: {message}' if message else name
 
 
 def _text(value: Any) -> str:

@@ -30,8 +30,9 @@ def settle() -> None:
     settled = with_chief(text)
     if settled != text:
         os.environ[_VARIABLE] = settled
+        first_task = 'the master' if 'master' in json.loads(text)['cluster'] else 'worker 0'
         tf.logging.warning(
-            f'TF_CONFIG names no chief, so {_first_task(text)} becomes it. TF_CONFIG is now '
+            f'TF_CONFIG names no chief, so {first_task} becomes it. TF_CONFIG is now '
             f'{_shortened(settled)}.'
         )
 
@@ -78,11 +79,6 @@ def with_chief(text: str) -> str:
             index = int(task['index'])
             task.update({'index': index - 1} if index else {'type': 'chief', 'index': 0})
     return json.dumps({**tf_config, 'cluster': cluster, 'task': task})
-
-
-def _first_task(text: str) -> str:
-    """The task that becomes the chief of a TF_CONFIG, for the log."""
-    return 'the master' if 'master' in json.loads(text)['cluster'] else 'worker 0'
 
 
 def check_read(config: Any) -> None:

@@ -18,8 +18,6 @@ from estimator_mgpu.devices import device_spec, host_of
 from estimator_mgpu.tf_internals import function_calls, op_types, private
 from estimator_mgpu.tf_internals.node_defs import attr_of, types_of
 
-_ALWAYS_ON_HOST = (tf.string, tf.resource)
-
 
 def device_for(node: Any, device: str, graph: tf.Graph | None = None) -> str:
     """Returns a device, or the host beside it if an op has no kernel there.
@@ -89,10 +87,9 @@ def _on_host(node: Any, arguments: Iterable[Any]) -> list[bool]:
     """For each tensor of arguments of a NodeDef's op, whether it's in the memory of the host."""
     is_gpus = is_gpu(node.device)
     kernel = _kernel(node) if is_gpus else None
-    # Calls of functions keep int32 there, as most ops do of which the functions consist.
-    always = (
-        (*_ALWAYS_ON_HOST, tf.int32) if node.op in op_types.FUNCTION_CALLERS else _ALWAYS_ON_HOST
-    )
+    always = [tf.string, tf.resource]
+    if node.op in op_types.FUNCTION_CALLERS:
+        always.append(tf.int32)  # Most ops of which functions consist keep it there.
     is_on_host: list[bool] = []
     for argument in arguments:
         is_named = kernel is not None and argument.name in kernel.on_host
