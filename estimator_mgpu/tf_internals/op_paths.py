@@ -10,13 +10,17 @@ In: a graph. Out: its ops by their paths, and functions in which errors name ops
 from __future__ import annotations
 
 import copy
+import functools
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Callable, Container
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
+
+PathOf = Callable[[str], str]
+"""Gives the path of an op of a function, by its name there."""
 
 
 class OpPath(NamedTuple):
@@ -71,14 +75,14 @@ def name_ops_by_paths(graph: tf.Graph, unused: Container[str]) -> None:
       graph: the graph, whose functions are changed.
       unused: names of its ops that don't run.
     """
-    calls = defaultdict[str, list[_Call]](list)  # by the name of the function
+    calls = defaultdict[str, list[PathOf]](list)  # by the name of the function
     for op in graphs.ops_of_types(graph, op_types.FUNCTION_CALLERS):
         if op.name not in unused:
             _note_calls(op, op.name, calls)
     for function, calls_of_function in calls.items():
         if len(calls_of_function) == 1:
-            [call] = calls_of_function
-            _set_paths_in_function(graph, function, call)
+            [path_of] = calls_of_function
+            _set_paths_in_function(graph, function, path_of)
 
 
 def set_path(node: Any, path: str) -> None:
@@ -86,32 +90,27 @@ def set_path(node: Any, path: str) -> None:
     node.experimental_debug_info.original_node_names[:] = [path]
 
 
-class _Call(NamedTuple):
-    """A place where a function is called: the caller's path, and the function's label there."""
-
-    caller: str
-    label: str
-
-
-def _note_calls(caller: tf.Operation, path: str, calls: dict[str, list[_Call]]) -> None:
+def _note_calls(caller: tf.Operation, path: str, calls: dict[str, list[PathOf]]) -> None:
     """Notes which functions an op calls, and which of them call others, in turn.
 
     Args:
-      calls: by the names of functions, where they are called.
+      path: the op's.
+      calls: by the names of functions, the paths that their ops have where they are called.
     """
     if caller.type not in op_types.FUNCTION_CALLERS:
         return
     called = function_calls.functions_by_label(caller.node_def)
     for (label, function), body in zip(called.items(), function_calls.function_graphs(caller)):
-        calls[function.name].append(_Call(path, label))
+        path_of = functools.partial(path_in_function, path, label)
+        calls[function.name].append(path_of)
         # A second call tells that what the function calls is called in two places, too. A third
         # one would tell nothing new.
         if len(calls[function.name]) <= 2:
             for op in body.get_operations():
-                _note_calls(op, path_in_function(path, label, op.name), calls)
+                _note_calls(op, path_of(op.name), calls)
 
 
-def _set_paths_in_function(graph: tf.Graph, function: str, call: _Call) -> None:
+def _set_paths_in_function(graph: tf.Graph, function: str, path_of: PathOf) -> None:
     """Sets the paths of a function's ops, if TensorFlow's definition has them as its graph has."""
     original, body = function_calls.function_definition(graph, function)
     ops = function_calls.function_ops_or_none(original, body)
@@ -119,7 +118,7 @@ def _set_paths_in_function(graph: tf.Graph, function: str, call: _Call) -> None:
         return
     definition = copy.deepcopy(original)
     for node, op in zip(definition.node_def, ops):
-        set_path(node, path_in_function(call.caller, call.label, op.name))
+        set_path(node, path_of(op.name))
     private.replace_function(graph, definition)
 
 

@@ -135,31 +135,11 @@ def _loop(name: str, ops: Sequence[tf.Operation], inner: Sequence[V1Loop]) -> V1
 
     begins = [variable.enter for variable in variables]
     constants = [enter for enter in enters if enter not in begins]
-    body = _body(name, variables, constants, exits, all_ops, inner)
-    return V1Loop(name, [*begins, *constants], exits, all_ops, body)
-
-
-def _body(
-    name: str,
-    variables: Sequence[_Variable],
-    constants: Sequence[tf.Operation],
-    exits: Sequence[tf.Operation],
-    all_ops: Sequence[tf.Operation],
-    inner: Sequence[V1Loop],
-) -> LoopBody:
-    """A loop's condition and body.
-
-    Args:
-      variables: at least one.
-      constants: the `Enter` ops of constants.
-      all_ops: all ops of the loop.
-      inner: the loops in it.
-    """
     condition = variables[0].condition
-    around = {condition, *constants, *exits}
+    around = {condition, *enters, *exits}
     for variable in variables:
-        around |= {variable.enter, variable.merge, variable.next_iteration}
-    ops = with_loops([op for op in all_ops if op not in around], inner)
+        around |= {variable.merge, variable.next_iteration}
+    body_ops = with_loops([op for op in all_ops if op not in around], inner)
 
     # A constant is the same at the begin and at the end of a step.
     constant_values = [enter.outputs[0] for enter in constants]
@@ -168,15 +148,16 @@ def _body(
     unchanged = {index for index, variable in enumerate(variables) if variable.is_unchanged}
     unchanged.update(range(len(variables), len(variables) + len(constants)))
 
-    return LoopBody(
+    body = LoopBody(
         name,
         inputs=begin + constant_values,
         outputs=end + constant_values,
         results=[exit.inputs[0] for exit in exits],
         condition=condition.inputs[0],
         unchanged=unchanged,
-        ops=_handles_kept_last(ops),
+        ops=_handles_kept_last(body_ops),
     )
+    return V1Loop(name, [*begins, *constants], exits, all_ops, body)
 
 
 def _handles_kept_last(ops: Sequence[OpOrLoop]) -> list[OpOrLoop]:
