@@ -321,8 +321,5 @@ def warn_of_missing(devices: Sequence[str], config: Any) -> None:
 
 def _cpus_needed(devices: Sequence[str]) -> int:
     """Returns how many logical CPU devices a session needs to have these devices."""
-    count = 1
-    for spec in map(device_spec, devices):
-        if spec.device_type == 'CPU':
-            count = max(count, spec.device_index + 1)
-    return count
+    cpus = [spec for spec in map(device_spec, devices) if spec.device_type == 'CPU']
+    return max((spec.device_index + 1 for spec in cpus), default=1)

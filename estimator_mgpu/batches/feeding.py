@@ -131,7 +131,13 @@ def feed_of(
     for path, leaf in leaves.items():
         expected = inputs[path]
         value = _value_of(path, leaf, expected.spec)
-        _check_value(path, value.spec, expected.spec)
+        if not expected.spec.is_compatible_with(value.spec):
+            raise ValueError(
+                f'{batch.title(path)} is {_described(value.spec)}. This predictor takes '
+                f'{_described(expected.spec)}. Convert it; or tell estimator.predictor(features) '
+                'what may vary, by a tf.TensorSpec in place of each array: '
+                'tf.TensorSpec([None, None], tf.float32), say.'
+            )
         feed.update(zip(expected.placeholders, value.arrays))
         if expected.has_examples:
             examples[path] = value.spec
@@ -170,17 +176,6 @@ def _check_names(inputs: Mapping[batch.Path, Input], leaves: Mapping[batch.Path,
 def _name(path: batch.Path) -> str:
     """What messages call a feature: "feature 'user/age'", or 'an array without a name'."""
     return batch.title(path) if path[1:] else 'an array without a name'
-
-
-def _check_value(path: batch.Path, given: Any, expected: Any) -> None:
-    """Raises ValueError if a feature has another type or shape than its input."""
-    if expected.is_compatible_with(given):
-        return
-    raise ValueError(
-        f'{batch.title(path)} is {_described(given)}. This predictor takes {_described(expected)}. '
-        'Convert it; or tell estimator.predictor(features) what may vary, by a tf.TensorSpec in '
-        'place of each array: tf.TensorSpec([None, None], tf.float32), say.'
-    )
 
 
 def _described(spec: Any) -> str:

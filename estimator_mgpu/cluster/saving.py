@@ -51,7 +51,9 @@ def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Not
             file.write('')
         for name in names:
             try:
-                _read(name, path, notes_on)
+                with notes_on(name, seconds=60) as notes, notes.graph.as_default():
+                    with tf.device(f'{name}/cpu:0'):
+                        notes.session.run(tf.io.read_file(path))
             except _CANNOT_READ as error:
                 raise ValueError(
                     f'{name} has variables or iterators that it saves itself, and does not see '
@@ -62,13 +64,6 @@ def check_model_dir(graph: tf.Graph, model_dir: str, notes_on: Callable[..., Not
                 ) from error
     finally:
         tf.io.gfile.rmtree(directory)
-
-
-def _read(name: str, path: str, notes_on: Callable[..., Notes]) -> None:
-    """Reads a file on a task."""
-    with notes_on(name, seconds=60) as notes:
-        with notes.graph.as_default(), tf.device(f'{name}/cpu:0'):
-            notes.session.run(tf.io.read_file(path))
 
 
 def is_saving() -> bool:
