@@ -117,24 +117,18 @@ class Scarce(tf.train.SessionRunHook):
             raise tf.errors.ResourceExhaustedError(None, None, message)
 
 
-class Sleeps(tf.train.SessionRunHook):
-    """Sleeps after a step, in Python."""
+class AfterStep(tf.train.SessionRunHook):
+    """Calls a function after each step."""
+
+    def __init__(self, call):
+        self.call = call
 
     def after_run(self, context, values):
-        time.sleep(1000)
+        self.call()
 
 
-class Exits(tf.train.SessionRunHook):
-    """Ends the script after a step, without sys.exit()."""
-
-    def __init__(self, argument):
-        self.argument = argument
-
-    def after_run(self, context, values):
-        raise SystemExit(self.argument)
-
-
-def exit_by_input_fn(argument):
+def exit_by_error(argument):
+    """Ends the script, without sys.exit()."""
     raise SystemExit(argument)
 
 
@@ -318,7 +312,7 @@ def main(
     if forks:
         hooks.append(Forks())
     if exits_in == 'hook':
-        hooks.append(Exits(status))
+        hooks.append(AfterStep(lambda: exit_by_error(status)))
     if parts:
         train = tf.estimator.TrainSpec(own_parts, stops[-1], hooks)
         evaluation = tf.estimator.EvalSpec(input_fn, 4, start_delay_secs=0, throttle_secs=1)
@@ -328,7 +322,7 @@ def main(
     hanging_input_fn = lambda: hanging(hangs)  # noqa: E731
     train_input_fn = hanging_input_fn if hangs in ('input_fn', 'generator') else remaining
     if exits_in == 'input_fn':
-        train_input_fn = lambda: exit_by_input_fn(status)  # noqa: E731
+        train_input_fn = lambda: exit_by_error(status)  # noqa: E731
     for stop in stops:
         listeners = [WaitsToSave(stop, os.path.join(folder, 'save'))] if waits_to_save else []
         if hangs == 'after_save':
@@ -339,7 +333,7 @@ def main(
             if hangs == 'cleanup':
                 hang()
         eval_input_fn = hanging_input_fn if hangs in ('evaluate', 'close') else input_fn
-        eval_hooks = [Sleeps()] if hangs == 'close' else []
+        eval_hooks = [AfterStep(lambda: time.sleep(1000))] if hangs == 'close' else []
         result = estimator.evaluate(eval_input_fn, 4, eval_hooks)
         tell('EVALUATED', {name: float(value) for name, value in result.items()})
         if forks:
@@ -348,7 +342,7 @@ def main(
     found = estimator.predict(predict_input_fn)
     tell('PREDICTED', np.stack([one['output'] for one in found]).tolist())
     if exits_in == 'script':
-        raise SystemExit(status)
+        exit_by_error(status)
     leave(status, error)
 
 

@@ -97,10 +97,11 @@ def test_a_proxy_is_for_other_hosts(config_of, monkeypatch):
 
 
 class Clock:
-    """Stands for the module time: sleeping takes no time."""
+    """Stands for the module time: sleeping takes no time, and may come to what happens then."""
 
     def __init__(self):
         self.now = 1000.0
+        self.events = {}  # functions, by the time at which they are called
 
     def monotonic(self):
         return self.now
@@ -110,6 +111,7 @@ class Clock:
 
     def sleep(self, seconds):
         self.now += seconds
+        self.events.get(self.now, lambda: None)()
 
 
 @pytest.fixture
@@ -228,14 +230,7 @@ def serves(task, monkeypatch):
 def test_a_task_that_got_sigterm_serves_on_for_a_while(task, serves, clock, monkeypatch):
     pad = Pad()  # The chief has said nothing.
     serves(pad)
-    sleep = clock.sleep
-
-    def sleep_and_terminate(seconds):
-        sleep(seconds)
-        if clock.now == 1050:
-            task._handle_sigterm(signal.SIGTERM, None)
-
-    clock.sleep = sleep_and_terminate
+    clock.events[1050] = lambda: task._handle_sigterm(signal.SIGTERM, None)
     with pytest.raises(SystemExit, match='143'):
         serve.serve(task, NOWHERE)
     assert clock.now == 1071
@@ -260,14 +255,7 @@ def test_whose_end_it_is(task, serves, clock):
     """A task ends as the chief does that leads it now."""
     pad = Pad(chief='new', end=ending_of('old', 'Boo', 1))
     serves(pad)
-    sleep = clock.sleep
-
-    def sleep_and_end(seconds):
-        sleep(seconds)
-        if clock.now == 1050:
-            pad.write('end', ending_of('new', status=7))
-
-    clock.sleep = sleep_and_end
+    clock.events[1050] = lambda: pad.write('end', ending_of('new', status=7))
     with pytest.raises(SystemExit, match='7'):
         serve.serve(task, NOWHERE)
     assert clock.now == 1050
@@ -284,17 +272,12 @@ def test_a_task_that_was_away_as_the_chief_ended(
     there = ['w0:1']
     serves(Pad())
     monkeypatch.setattr(reach, 'listens', lambda address: address in there)
-    sleep = clock.sleep
 
-    def sleep_and_end(seconds):
-        sleep(seconds)
-        if clock.now == 1050:
-            there.append('c0:1')
-            (tmp_path / ending.FILE).write_text(missed.text())
-        if clock.now == 1080:
-            there.remove('c0:1')
+    def come_and_end():
+        there.append('c0:1')
+        (tmp_path / ending.FILE).write_text(missed.text())
 
-    clock.sleep = sleep_and_end
+    clock.events = {1050: come_and_end, 1080: lambda: there.remove('c0:1')}
     with pytest.raises(SystemExit, match='0'):
         serve.serve(task, folder)
     assert clock.now == 1080
@@ -310,15 +293,12 @@ def test_a_task_that_was_led_and_then_away(led_by, task, serves, clock, monkeypa
     ending.write(folder, ending.Ending('older', None, 7))
     serves(Pad(chief=led_by))
     monkeypatch.setattr(reach, 'listens', lambda address: address != 'c0:1')
-    sleep = clock.sleep
 
-    def sleep_and_end(seconds):
-        sleep(seconds)
-        if clock.now == 1050:
-            ending.write(folder, ending.Ending('new'))
-            ending.write(folder, ending.Ending('new', None, 3))
+    def train_and_end():
+        ending.write(folder, ending.Ending('new'))
+        ending.write(folder, ending.Ending('new', None, 3))
 
-    clock.sleep = sleep_and_end
+    clock.events[1050] = train_and_end
     with pytest.raises(SystemExit if led_by else TimeoutError, match='3' if led_by else CHIEF):
         serve.serve(task, folder)
     assert clock.now == (1060 if led_by else 1101)
@@ -391,16 +371,9 @@ def test_a_task_that_comes_back_as_the_chief_ends_is_told(chief, pads, clock, ca
     """It's waited for a little; if it doesn't come, the chief ends."""
     cluster = pads[PS].read('cluster')
     pads[PS] = Silent()
-    sleep = clock.sleep
-
-    def sleep_and_start(seconds):
-        sleep(seconds)
-        if clock.now == 1005:
-            pads[PS] = Pad()  # Its script hasn't called train() yet.
-        if clock.now == 1007:
-            pads[PS] = Pad(cluster=cluster)
-
-    clock.sleep = sleep_and_start
+    # At first, its script hasn't called train() yet.
+    clock.events[1005] = lambda: pads.update({PS: Pad()})
+    clock.events[1007] = lambda: pads.update({PS: Pad(cluster=cluster)})
     chief.end._at_exit()
     assert clock.now == 1007 and json.loads(pads[PS].read('end'))[1:3] == [None, 0]
     assert f'Waiting up to 30 seconds for {PS} to come back' in caplog.text
@@ -586,14 +559,7 @@ def test_a_chief_waits_for_a_stopped_task(has_begun, task, chief, pads, clock, c
     chief.leadership.has_begun = has_begun
     stopped = pads[PS]
     pads[PS] = Silent()
-    sleep = clock.sleep
-
-    def sleep_and_continue(seconds):
-        sleep(seconds)
-        if clock.now == 1040:
-            pads[PS] = stopped
-
-    clock.sleep = sleep_and_continue
+    clock.events[1040] = lambda: pads.update({PS: stopped})
     assert chief._meet(lambda: 'met') == 'met'
     assert clock.now == 1040
     line = f'Waiting for {PS} at p0:1 (there, but without an answer: is its process stopped, or'
