@@ -10,6 +10,7 @@ import estimator_mgpu
 import towers
 from estimator_mgpu import steps
 from models import sequences
+from test_v1_control_flow import model_fn_of
 
 STEPS, WIDTH = 5, 3
 MODELS = {}
@@ -151,17 +152,6 @@ def after_writes(x, w):
         return call(x[:, 0], w)
 
     return tf.matmul(last_value('a', 1), last_value('b', 2))
-
-
-def model_fn_of(function):
-    def model_fn(features, labels, mode):
-        w = tf.get_variable('w', [WIDTH, WIDTH])
-        loss = tf.losses.mean_squared_error(labels, function(features, w))
-        optimizer = tf.train.GradientDescentOptimizer(0.1)
-        train_op = optimizer.minimize(loss, tf.train.get_or_create_global_step())
-        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
-
-    return model_fn
 
 
 batches = functools.partial(sequences, STEPS, WIDTH)
