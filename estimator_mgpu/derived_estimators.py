@@ -125,21 +125,16 @@ def _holds(cell: types.CellType, value: Any) -> bool:
 
 
 def _blank(kind: type) -> Estimator:
-    """An estimator without attributes, of a class and of `Estimator`. Pickle begins with it, too.
+    """An estimator without attributes, of a class of estimators, and of `Estimator`, too.
 
-    Args:
-      kind: a class of estimators.
+    Pickle begins with it as well.
     """
     return object.__new__(_class_of(kind))
 
 
 @functools.cache
 def _class_of(kind: type) -> type[Estimator]:
-    """A class of estimators whose methods are those of another class, and then `Estimator`'s.
-
-    Args:
-      kind: the other class.
-    """
+    """A class of estimators whose methods are those of another one, `kind`, and `Estimator`'s."""
     if issubclass(Estimator, kind):
         return Estimator
 

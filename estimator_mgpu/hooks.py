@@ -113,12 +113,7 @@ class ProgressHook(_StepHook):
         self._bar.close()
 
     def _show(self, step: int, steps_per_second: float | None) -> None:
-        """Moves the bar to a step.
-
-        Args:
-          step: the global step.
-          steps_per_second: None if it isn't known yet.
-        """
+        """Moves the bar to a step. The rate is None if it isn't known yet."""
         texts = []
         loss = self._last_facts['loss']
         if loss is not None:
@@ -193,12 +188,7 @@ class ThroughputHook(_StepHook):
         self._examples = 0
 
     def _tell(self, step: int, rate: float) -> None:
-        """Writes to the log, and to summaries.
-
-        Args:
-          step: the global step.
-          rate: examples a second, on all devices together.
-        """
+        """Tells the examples a second, on all devices together, in the log and in summaries."""
         devices = len(set(self._facts['devices'])) or 1
         on = f'on each of {devices} devices' if devices > 1 else 'on one device'
         tf.logging.info('step %d: %.1f examples/s, %.1f %s', step, rate, rate / devices, on)

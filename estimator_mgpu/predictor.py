@@ -134,12 +134,7 @@ class Predictor:
 
     @contextlib.contextmanager
     def _opened(self, features: Any, call: Call) -> Iterator[_Model]:
-        """The model, for an attempt, until whose end its session isn't closed.
-
-        Args:
-          features: as for `_open()`.
-          call: as there.
-        """
+        """The model that `_open()` returns, until whose end its session isn't closed."""
         with self._state:
             model = self._open(features, call)
             self._runs += 1

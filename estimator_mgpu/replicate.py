@@ -215,9 +215,7 @@ def _names_of_features(broadcast: Any) -> list[str]:
 def _replicated(options: dict[str, Any], model_fn: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a model_fn that builds the graph of another model_fn, for several devices.
 
-    Args:
-      options: the checked arguments of `replicate()`, by name.
-      model_fn: the model_fn to replicate.
+    The options are the checked arguments of `replicate()`, by name.
     """
     check_model_fn(model_fn)
     signature = model_fn_signature(model_fn)

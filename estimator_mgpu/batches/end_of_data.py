@@ -61,59 +61,17 @@ def writes_to_hold(
 ) -> tuple[list[tf.Operation], list[tf.Tensor]]:
     """Returns the writes of a step that don't wait for its batch, and what they have to wait for.
 
-    Args:
-      graph: as of `hold_writes`.
-      batch: as of `hold_writes`.
-      results: as of `hold_writes`.
+    The arguments are those of `hold_writes`, and the writes come in the graph's order.
     """
     parts = [part for tensor in batch for part in parts_of(tensor)]
     tensors = list(dict.fromkeys(parts))  # each once, in order
     if not any(map(_may_end, tensors)):
         return [], []
-
     used = [tensor for tensor in _used_in_step(tensors, results) if _may_end(tensor)]
-    return (_writes_to_hold(graph, used, results) if used else []), used
+    if not used:
+        return [], []
 
-
-def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation]) -> list[tf.Tensor]:
-    """The tensors of the batch that a step needs, and so gets.
-
-    If the results need none of them, hooks run the steps. Then these are all tensors that
-    any op uses.
-
-    Args:
-      tensors: those of the batch.
-      results: the ops of what a step is run for.
-    """
-    needed = []
-    leading_to_results = set(results)
-    dead_ends: set[tf.Operation] = set()
-    for tensor in tensors:
-        path = graphs.path_to(leading_to_results, tensor.op, dead_ends)
-        if path:
-            needed.append(tensor)
-            leading_to_results |= path
-    return needed or [tensor for tensor in tensors if tensor.consumers()]
-
-
-def _may_end(tensor: tf.Tensor) -> bool:
-    """Whether a tensor comes from an op such as an iterator's, rather than from being fed."""
-    return tensor.op.type not in op_types.PLACEHOLDERS and any(
-        map(has_side_effect, graphs.ancestors([tensor.op]))
-    )
-
-
-def _writes_to_hold(
-    graph: tf.Graph, batch: Sequence[tf.Tensor], results: Sequence[tf.Operation]
-) -> list[tf.Operation]:
-    """Lists the ops that have to wait for a batch, in the graph's order.
-
-    Args:
-      graph: a finished one.
-      batch: the tensors of the batch that a step needs.
-      results: the ops of what a step is run for.
-    """
-    before_batch = graphs.ancestors([tensor.op for tensor in batch])
+    before_batch = graphs.ancestors([tensor.op for tensor in used])
     sources = [op for op in before_batch if has_side_effect(op)]  # almost always one: an iterator's
     waiting_already = set.intersection(*map(_ops_that_wait_for, sources))
 
@@ -131,7 +89,32 @@ def _writes_to_hold(
         if is_for_step:
             # In the place of an op in a loop, the ops wait by which the loop begins.
             held.update(dict.fromkeys(liveness.enters(op) or [op]))
-    return [op for op in held if op not in before_batch and op not in waiting_already]
+    writes = [op for op in held if op not in before_batch and op not in waiting_already]
+    return writes, used
+
+
+def _used_in_step(tensors: Sequence[tf.Tensor], results: Sequence[tf.Operation]) -> list[tf.Tensor]:
+    """Those of a batch's tensors that a step needs, and so gets.
+
+    If the results need none of them, hooks run the steps. Then these are all tensors that
+    any op uses.
+    """
+    needed = []
+    leading_to_results = set(results)
+    dead_ends: set[tf.Operation] = set()
+    for tensor in tensors:
+        path = graphs.path_to(leading_to_results, tensor.op, dead_ends)
+        if path:
+            needed.append(tensor)
+            leading_to_results |= path
+    return needed or [tensor for tensor in tensors if tensor.consumers()]
+
+
+def _may_end(tensor: tf.Tensor) -> bool:
+    """Whether a tensor comes from an op such as an iterator's, rather than from being fed."""
+    return tensor.op.type not in op_types.PLACEHOLDERS and any(
+        map(has_side_effect, graphs.ancestors([tensor.op]))
+    )
 
 
 def _ops_that_wait_for(first: tf.Operation) -> set[tf.Operation]:
@@ -154,13 +137,7 @@ def _ops_that_wait_for(first: tf.Operation) -> set[tf.Operation]:
 
 
 def _waits(consumer: tf.Operation, op: tf.Operation, waiting: Set[tf.Operation]) -> bool:
-    """Whether an op waits for another one that it consumes.
-
-    Args:
-      consumer: the op that may wait.
-      op: the other one.
-      waiting: the ops of which it's known that they wait.
-    """
+    """Whether an op waits for another one that it consumes, as do the ops in `waiting`."""
     if consumer.type in op_types.MERGE:
         before = [operand.op for operand in consumer.inputs]
         return all(
@@ -177,11 +154,6 @@ def _let_wait(graph: tf.Graph, writes: Sequence[tf.Operation], batch: Sequence[t
     This op waits for the values of the batch rather than for the ops that make them: if a hook
     feeds the values, those ops don't run (unless TensorFlow's own optimizer of graphs undoes that).
     If machines have read parts, each of them waits for its own, so no part is sent.
-
-    Args:
-      graph: a finished one.
-      writes: the ops that have to wait.
-      batch: the tensors to wait for.
     """
     input_device = batch[0].device or HOST
     parts: dict[str, list[tf.Tensor]] = {}  # by the device that has read them

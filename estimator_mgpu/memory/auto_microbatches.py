@@ -171,7 +171,12 @@ class Call:
         obstacle = self._obstacle(error, progress, step, limit)
         if obstacle is not None:
             auto.set_count(self._first_count, self._mode)  # More haven't helped.
-            raise _without_remedy(error, step.microbatches, obstacle) from error
+            text = (
+                f'Out of memory: {reason_in_sentence(error)}. Each device had {step.microbatches} '
+                f'micro-batch(es), and more would not help: {obstacle.why}. '
+                f'{memory_advice.remedies(useless=obstacle.useless)}'
+            )
+            raise _TooLittleMemory(error.node_def, error.op, text) from error
 
         # Another call of a predictor may have found a larger number.
         count = max(memory_advice.more_microbatches(step, limit), auto.count(self._mode))
@@ -253,20 +258,3 @@ def _failed(error: tf.errors.OpError, step: steps.Step) -> _Failed:
     copy = step.names.copy_of(name) if step.names is not None and name is not None else None
     device = '' if error.op is None else error.op.device
     return _Failed(name if copy is None else copy.op_name, device, reason_in_sentence(error))
-
-
-def _without_remedy(
-    error: tf.errors.ResourceExhaustedError, count: int, obstacle: memory_advice.Obstacle
-) -> _TooLittleMemory:
-    """An error that says why there are no more micro-batches, and what would help.
-
-    Args:
-      error: TensorFlow's.
-      count: how many micro-batches each device had.
-      obstacle: why more would not help.
-    """
-    text = (
-        f'Out of memory: {reason_in_sentence(error)}. Each device had {count} micro-batch(es), and '
-        f'more would not help: {obstacle.why}. {memory_advice.remedies(useless=obstacle.useless)}'
-    )
-    return _TooLittleMemory(error.node_def, error.op, text)

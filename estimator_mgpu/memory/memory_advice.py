@@ -75,9 +75,7 @@ def needs_as_much(op: str | None, step: steps.Step) -> Obstacle:
 def more_microbatches(step: steps.Step, limit: int | None) -> int:
     """How many micro-batches to try next: twice as many, if there is no obstacle.
 
-    Args:
-      step: as for `obstacle_to_microbatches()`.
-      limit: as there.
+    The arguments are those of `obstacle_to_microbatches()`.
     """
     doubled = 2 * step.microbatches
     return doubled if limit is None else min(doubled, limit)

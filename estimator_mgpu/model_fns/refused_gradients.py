@@ -80,10 +80,7 @@ def _with_check(gradients: Callable[..., Any]) -> Callable[..., Any]:
 def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
     """Raises an error if gradients of `ys` with respect to `xs` may go through a changed model.
 
-    Args:
-      ys: of which the gradients are taken.
-      xs: by which.
-      stopped: tensors at which gradients stop, or None.
+    They stop at the tensors in `stopped`, if it isn't None.
     """
     x_ops = [op for op in map(_op_of, _as_list(xs)) if op is not None and op.graph is graph]
     for model in getattr(graph, _CHANGED):

@@ -233,12 +233,7 @@ def _estimator_namespaces() -> dict[str, Any]:
 
 
 def _missing_estimator(module: str, name: str) -> Any:
-    """Raises AttributeError, as a module without a name does, but says where the name is now.
-
-    Args:
-      module: the module's own name.
-      name: what it doesn't have.
-    """
+    """Raises AttributeError, as a module without a name does, but says where the name is now."""
     text = f'module {module!r} has no attribute {name!r}'
     for public, other in _estimator_namespaces().items():
         if name in dir(other):  # Not hasattr(), which would come here.

@@ -68,13 +68,7 @@ def made_for(served: tf.Operation, functions: Mapping[str, Any] = _NONE) -> Iter
 
 
 def give(served: tf.Operation, ops: Sequence[tf.Operation], functions: Mapping[str, Any]) -> None:
-    """Gives ops the traceback of the one that they serve.
-
-    Args:
-      served: the op.
-      ops: those that serve it.
-      functions: as of `made_for`.
-    """
+    """Gives ops the traceback of the one that they serve. The functions are as of `made_for`."""
     traceback = Tracebacks().of(served)
     for op in ops:
         private.set_traceback(op, traceback)

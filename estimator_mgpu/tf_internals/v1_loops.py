@@ -183,10 +183,9 @@ class _Variable(NamedTuple):
 
 
 def _variables(ops: Sequence[tf.Operation]) -> list[_Variable] | None:
-    """The variables of a loop; None if its ops aren't connected as in the picture above.
+    """The variables of a loop, by the ops in its frame, but in no inner one.
 
-    Args:
-      ops: those in the loop's frame, but in no inner one.
+    It's None if they aren't connected as in the picture above.
     """
     conditions = {op for op in ops if op.type == op_types.LOOP_CONDITION}
     try:
