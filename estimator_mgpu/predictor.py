@@ -50,7 +50,6 @@ class Predictor:
         estimator: Any,
         features: Any,
         serving_input_receiver_fn: Callable[[], Any] | None,
-        broadcast: Sequence[str],
         predict_keys: Sequence[str] | None,
         hooks: Sequence[tf.train.SessionRunHook] | None,
         checkpoint_path: str | None,
@@ -58,7 +57,6 @@ class Predictor:
         _check_arguments(features, serving_input_receiver_fn, checkpoint_path)
         self._estimator = estimator
         self._serving_input_receiver_fn = serving_input_receiver_fn
-        self._broadcast = broadcast
         self._predict_keys = predict_keys
         self._hooks = list_of_hooks(hooks)
         self._checkpoint_path = checkpoint_path
@@ -196,7 +194,8 @@ class Predictor:
             features, inputs = feeding.received(self._serving_input_receiver_fn)
         else:
             batch_like = features if self._specs is None else self._specs
-            features, inputs = feeding.placeholders_for(batch_like, self._broadcast)
+            broadcast = self._estimator._model_fn.replicate_options['broadcast']
+            features, inputs = feeding.placeholders_for(batch_like, broadcast)
             specs = feeding.map_leaves(lambda path, _: inputs[path].spec, batch_like)
         # As for predict(): a TPUEstimator then tells the model_fn the batch size.
         features, _, _ = tf_estimator.features_and_labels(

@@ -338,15 +338,8 @@ class Estimator(_Overrides):
           hooks: as for `predict()`; each call is a step. With hooks, calls run one at a time.
           checkpoint_path: as for `predict()`.
         """
-        broadcast = self._model_fn.replicate_options['broadcast']
         return Predictor(
-            self,
-            features,
-            serving_input_receiver_fn,
-            broadcast,
-            predict_keys,
-            hooks,
-            checkpoint_path,
+            self, features, serving_input_receiver_fn, predict_keys, hooks, checkpoint_path
         )
 
 

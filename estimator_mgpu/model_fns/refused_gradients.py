@@ -82,12 +82,12 @@ def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
 
     They stop at the tensors in `stopped`, if it isn't None.
     """
-    x_ops = [op for op in map(_op_of, _as_list(xs)) if op is not None and op.graph is graph]
+    x_ops = [op for op in map(_op_of, tf.nest.flatten(xs)) if op is not None and op.graph is graph]
     for model in getattr(graph, _CHANGED):
         # What is newer than a model isn't used in it.
         older = {op for op in x_ops if private.creation_index(op) < model.end}
-        for y in _as_list(ys) if older else ():
-            passed = _passed_by_gradients(y, _as_list(stopped))
+        for y in tf.nest.flatten(ys) if older else ():
+            passed = _passed_by_gradients(y, tf.nest.flatten(stopped))
             through = [op for op in passed if op.graph is graph and model.has(op)]
             if not through:
                 continue
@@ -103,12 +103,6 @@ def _check(graph: tf.Graph, ys: Any, xs: Any, stopped: Any) -> None:
                     'them as var_list=, or xs. If your model_fn calls a replicated one, replicate '
                     'yours instead.'
                 )
-
-
-def _as_list(tensors: Any) -> list[Any]:
-    if tensors is None:
-        return []
-    return list(tensors) if isinstance(tensors, (list, tuple)) else [tensors]
 
 
 def _op_of(x: Any) -> tf.Operation | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -26,7 +25,7 @@ def serialize_once(graph: tf.Graph) -> None:
     """Lets a graph keep its GraphDef from when it is finalized, and can't change any more."""
     # An earlier model_fn may have been replicated in the same graph.
     if not isinstance(graph.as_graph_def, _Serializer):
-        serializer = _Serializer(graph, graph.as_graph_def)
+        serializer = _Serializer(graph)
         graph.as_graph_def = serializer
         graph.finalize = serializer.finalize
 
@@ -36,16 +35,13 @@ class _Serializer:
 
     If something is set in a finalized graph, such as a tensor's shape, a result that was kept
     before doesn't have it.
-
-    Args:
-      serialize: what the graph had in this one's place.
     """
 
-    def __init__(self, graph: tf.Graph, serialize: Callable[..., tf.GraphDef]) -> None:
+    def __init__(self, graph: tf.Graph) -> None:
         self._graph = graph
-        self._serialize = serialize
+        self._serialize = graph.as_graph_def
         self._finalize = graph.finalize
-        functools.update_wrapper(self, serialize)
+        functools.update_wrapper(self, graph.as_graph_def)
         # By the graph's version, and whether shapes are in it. As protos they'd need more memory.
         self._kept: dict[tuple[int, bool], bytes] = {}
 

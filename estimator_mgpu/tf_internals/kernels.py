@@ -38,7 +38,8 @@ def has_gpu_kernel(node: Any, graph: tf.Graph | None = None) -> bool:
     It's True for what isn't known: in a TensorFlow without GPU support, and of calls of functions
     by their names, which have no kernel anywhere.
     """
-    if not _knows_gpus() or not private.registered_kernels(node.op).kernel:
+    knows_gpus = tf.test.is_built_with_gpu_support()
+    if not knows_gpus or not private.registered_kernels(node.op).kernel:
         return True
     if _kernel(node) is None:
         return False
@@ -126,11 +127,6 @@ def _is_handle(node: Any, index: int) -> bool:
 def is_gpu(device: str) -> bool:
     """Whether a device is a GPU."""
     return bool(device) and device_spec(device).device_type == 'GPU'
-
-
-@functools.cache
-def _knows_gpus() -> bool:
-    return tf.test.is_built_with_gpu_support()
 
 
 class Kernel(NamedTuple):
