@@ -103,6 +103,8 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
         with self._errors_explained(warm_start=self._warm_start_settings):
             for attempt in self._call(_MODES.TRAIN).attempts():
                 with attempt as attempt_hooks:
+                    # `_train_once` adds the chief's hook, and the EstimatorSpec has one that
+                    # explains errors: see `model_fns.build`.
                     all_hooks = [*attempt_hooks, *hooks]
                     return self._train_once(
                         chief, input_fn, all_hooks, steps, max_steps, saving_listeners
