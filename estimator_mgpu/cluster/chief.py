@@ -132,12 +132,10 @@ class Chief:
         self._restarts.begin()
 
     def _prepare_session(self) -> None:
-        """Lets all tasks make new connections for a session, and checks `model_dir`."""
-        self._have_connections_renewed()
-        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
+        """Has all tasks make new connections for a session, and checks `model_dir`.
 
-    def _have_connections_renewed(self) -> None:
-        """Has the other tasks drop their connections: some may lead to a machine that has gone."""
+        Some of the old connections may lead to a machine that has gone.
+        """
         session = uuid.uuid4().hex
         with self.task.notes_on_all(self.task.others) as all_notes:
             for notes in all_notes.values():
@@ -153,6 +151,7 @@ class Chief:
                         )
                         break
                     time.sleep(0.1)
+        saving.check_model_dir(tf.get_default_graph(), self._model_dir, self.task.notes_on)
 
     def _meet(self, prepare: Callable[[], T]) -> T:
         """Waits until all tasks answer, checks and leads them, and returns what `prepare` returns.
