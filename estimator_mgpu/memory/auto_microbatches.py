@@ -159,9 +159,11 @@ class Call:
           _TooLittleMemory: if memory is too small, and they don't help.
         """
         auto = self._auto
+        if auto is None:
+            return False
         error = step_errors.original(raised)
         is_of_disk = checkpoint_files.is_of_writing(error, self._model_dir)
-        if auto is None or is_of_disk or not error_messages.is_of_step_memory(error):
+        if is_of_disk or not error_messages.is_of_step_memory(error):
             return False
         if progress.graph is None:
             return False  # An input_fn has run a session of its own.
