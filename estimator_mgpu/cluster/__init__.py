@@ -13,7 +13,7 @@ What a process is:
 
 What a training needs:
 
-- `sessions`: how many may be lost, as when a worker dies; each op of one is on a task.
+- `sessions`: how many may be lost, as when a worker is killed; each op of one is on a task.
 - `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
 - `saving`: which tasks save parts of checkpoints, and whether one is being saved.
 
