@@ -1,9 +1,9 @@
 """The sessions of a training on several machines, one after another: each may be lost.
 
-As a task is killed, TensorFlow makes a new session, which waits for all tasks (`Chief.begin_session`).
-`Restarts` counts the sessions that are lost one after another, without a new step between, and
-gives up after a while. `LastStep` lets no session go on after the last step. `place_on_chief` gives
-each op a task, which a session needs.
+As a task is killed, TensorFlow makes a new session, which waits for all tasks: see
+`Chief.begin_session`. `Restarts` counts the sessions that are lost one after another, without a new
+step between, and gives up after a while. `LastStep` lets no session go on after the last step.
+`place_on_chief` gives each op a task, which a session needs.
 """
 
 from __future__ import annotations
