@@ -159,34 +159,33 @@ def build_towers(division: Division) -> Towers:
     collected = collect(towers)
     schedule = None
     if division.turns > 1:
-        step = _units_of_step(division, collected, len(towers), step_results)
+        step = _units_of_step(collected, step_results)
         schedule = find_schedule(graph, plan, step, towers, all_results)
         if schedule.is_worth_it:
-            add_gates(collected.nodes, step, schedule, towers, division.order.liveness)
+            add_gates(collected.values.nodes, step, schedule, towers, division.order.liveness)
         else:
             towers = towers_of(division.devices)
             collected = collect(towers)
 
-    nodes, values, waits, control_inputs = collected
-    nodes.build({*values.full_values.values()})
-    _use_full_values(graph, plan, values)
+    values, waits, control_inputs = collected
+    values.nodes.build({*values.full_values.values()})
+    _use_full_values(values)
     for op, names in control_inputs.items():
-        _set_control_inputs(op, names)
+        if names != [before.name for before in op.control_inputs]:
+            graphs.set_control_inputs(op, [graph.get_operation_by_name(name) for name in names])
     op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in division.replaced})
-    return Towers(division, towers, nodes.names, schedule, values, waits)
+    return Towers(division, towers, values.nodes.names, schedule, values, waits)
 
 
 class _Collected(NamedTuple):
     """What is added to the graph, and changed in it.
 
     Attributes:
-      nodes: those that are added.
-      values: what the user's ops are given.
+      values: what the user's ops are given; they have the nodes that are added.
       waits: what they wait for.
       control_inputs: the names of the ops that they wait for.
     """
 
-    nodes: NodeBuilder
     values: Values
     waits: Waits
     control_inputs: dict[tf.Operation, list[str]]
@@ -217,9 +216,9 @@ def _collect_nodes(
     slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
     small = find_small(division, towers, origins, packs, waits)
     values = Values(division, origins, packs, small.packs, slices, towers, nodes)
-    sender = Sender(values, packs, slices, devices, nodes)
-    everywhere = Everywhere(small, plan, towers, values, nodes)
-    copies = Copies(plan, towers, values, sender, waits, everywhere, nodes)
+    sender = Sender(values, packs, slices)
+    everywhere = Everywhere(small, values)
+    copies = Copies(values, sender, waits, everywhere)
 
     for name, op_plan in plan.ops.items():
         op = graph.get_operation_by_name(name)
@@ -233,41 +232,32 @@ def _collect_nodes(
             control_inputs[op] = []
             continue
         with nodes.serving(op):
-            control_inputs[op] = _control_inputs(op, plan, towers, values, waits, nodes)
-    return _Collected(nodes, values, waits, control_inputs)
+            control_inputs[op] = _control_inputs(op, values, waits)
+    return _Collected(values, waits, control_inputs)
 
 
-def _units_of_step(
-    division: Division, collected: _Collected, tower_count: int, results: Sequence[Result]
-) -> StepUnits:
+def _units_of_step(collected: _Collected, results: Sequence[Result]) -> StepUnits:
     """The units that a step runs, before the collected nodes are in the graph.
 
     Args:
       results: what the step is run for, as rewrites have left it.
     """
-    nodes, values, _, control_inputs = collected
-    edges = Edges(division, nodes, values.full_values, control_inputs, tower_count)
+    values, _, control_inputs = collected
+    full_values, tower_count = values.full_values, len(values.towers)
+    edges = Edges(values.division, values.nodes, full_values, control_inputs, tower_count)
     return StepUnits(edges, [edges.unit_of_result(result) for result in results])
 
 
-def _control_inputs(
-    op: tf.Operation,
-    plan: Plan,
-    towers: Sequence[Tower],
-    values: Values,
-    waits: Waits,
-    nodes: NodeBuilder,
-) -> list[str]:
+def _control_inputs(op: tf.Operation, values: Values, waits: Waits) -> list[str]:
     """Names the ops that one of the user's ops waits for: for a sharded op, all of its copies.
 
     The copies on one device are joined: an op there waits for all of them, so that the device sends
     one message. Ops that run once are joined, too, if a `tf.group` waits for them, or an op that
     only waits for them as something before it no longer does.
-
-    Args:
-      op: one of the user's.
-      nodes: where ops are added that join others.
     """
+    plan = values.division.plan
+    towers = values.towers
+    nodes = values.nodes
     before = waits.of_op(op)
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
@@ -323,17 +313,13 @@ def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> lis
     return names
 
 
-def _use_full_values(graph: tf.Graph, plan: Plan, values: Values) -> None:
+def _use_full_values(values: Values) -> None:
     """Gives full values to those of the user's ops that use what towers have."""
+    graph = values.division.graph
     replaced = map(graph.get_tensor_by_name, values.full_values)
     users = {user for tensor in replaced for user in tensor.consumers()}
-    for op in filter(users.__contains__, plan.order):
+    for op in filter(users.__contains__, values.division.plan.order):
         for index, tensor in enumerate(op.inputs):
             name = values.full_values.get(tensor.name)
             if name is not None:
                 private.set_input(op, index, graph.get_tensor_by_name(name))
-
-
-def _set_control_inputs(op: tf.Operation, names: Sequence[str]) -> None:
-    if names != [before.name for before in op.control_inputs]:
-        graphs.set_control_inputs(op, [op.graph.get_operation_by_name(name) for name in names])

@@ -29,7 +29,6 @@ from estimator_mgpu.devices import machine_of, memory_of, relay
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
@@ -136,25 +135,15 @@ class Everywhere:
 
     Args:
       small: those that may be made on every device.
-      plan: which ops are sharded.
-      towers: those that have local values.
-      values: these, and full values.
-      nodes: where nodes are added.
+      values: local and full ones.
     """
 
-    def __init__(
-        self,
-        small: Small,
-        plan: Plan,
-        towers: Sequence[Tower],
-        values: Values,
-        nodes: NodeBuilder,
-    ):
+    def __init__(self, small: Small, values: Values):
         self._behind = small.behind
-        self._plan = plan
+        self._plan = values.division.plan
         self._values = values
-        self._nodes = nodes
-        self._devices = list(dict.fromkeys(tower.device for tower in towers))
+        self._nodes = values.nodes
+        self._devices = list(dict.fromkeys(tower.device for tower in values.towers))
         self._machines = {machine_of(device) for device in self._devices}
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 

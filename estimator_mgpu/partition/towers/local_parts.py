@@ -7,13 +7,10 @@ part is sent. If an op would fail as two tensors don't have equally many rows, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import if_same
-from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.nodes.node_builder import Number
 from estimator_mgpu.partition.plan import CountedFromFirst, RaggedRows, Slice, SparseRows
 from estimator_mgpu.partition.rules.selections import before_arrangement
 from estimator_mgpu.partition.sizes import (
@@ -31,8 +28,7 @@ from estimator_mgpu.partition.towers import (
     reduce_and_gather,
     sparse_features,
 )
-from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.row_spaces import LocalAndFull, ShardsOfRows
+from estimator_mgpu.partition.towers.row_spaces import LocalAndFull
 
 _OTHER_ENTRIES = (
     'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
@@ -47,28 +43,19 @@ class LocalParts:
     """Takes towers' parts of full values.
 
     Args:
-      shards: which rows towers have.
       values: those of which parts are taken.
     """
 
-    def __init__(
-        self,
-        division: Division,
-        origins: Origins,
-        towers: Sequence[Tower],
-        nodes: NodeBuilder,
-        shards: ShardsOfRows,
-        values: LocalAndFull,
-    ):
-        self._graph = division.graph
-        self._plan = division.plan
-        self._origins = origins
-        self._towers = towers
-        self._nodes = nodes
-        self._shards = shards
+    def __init__(self, values: LocalAndFull):
+        self._graph = values.division.graph
+        self._plan = values.division.plan
+        self._origins = values.origins
+        self._towers = values.towers
+        self._nodes = values.nodes
+        self._shards = values.shards
         self._values = values
-        self._titles = division.batch.titles_of_entries()
-        self._dense_titles = division.batch.titles_of_dense()
+        self._titles = values.division.batch.titles_of_entries()
+        self._dense_titles = values.division.batch.titles_of_dense()
         # Values of sparse tensors that fail if they are too many, or too few, by their names.
         self._as_many: dict[str, str] = {}
 

@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
@@ -25,7 +24,6 @@ from estimator_mgpu.partition.plan import (
     LocalShape,
     Need,
     OpPlan,
-    Plan,
     RaggedRows,
     Reduced,
     Slice,
@@ -48,28 +46,19 @@ class Copies:
     """Adds each tower's copies of ops.
 
     Args:
-      plan: which ops are sharded, and what their copies are given.
+      values: what copies give, and are given.
       sender: sends that to other devices.
       everywhere: what each device makes for itself of what the copies are given.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        towers: Sequence[Tower],
-        values: Values,
-        sender: Sender,
-        waits: Waits,
-        everywhere: Everywhere,
-        nodes: NodeBuilder,
-    ):
-        self._plan = plan
-        self._towers = towers
+    def __init__(self, values: Values, sender: Sender, waits: Waits, everywhere: Everywhere):
+        self._plan = values.division.plan
+        self._towers = values.towers
         self._values = values
         self._sender = sender
         self._waits = waits
         self._everywhere = everywhere
-        self._nodes = nodes
+        self._nodes = values.nodes
 
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
