@@ -208,13 +208,12 @@ def _collect_nodes(
     graph = division.graph
     plan = division.plan
     first = next(iter(plan.order), None)
-    nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
-    devices = [tower.device for tower in towers]
-    origins = Origins(division, devices[0], nodes.host)
+    nodes = NodeBuilder(graph, scope, host_of(division.devices[0]), first)
+    origins = Origins(division)
     waits = Waits(ops, plan, division.order, origins)
     packs = find_packs(division, ops, origins.device_of_full)
-    slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
-    small = find_small(division, towers, origins, packs, waits)
+    slices = Slices(find_sent(plan, packs, origins.device_of_full), division.devices)
+    small = find_small(division, origins, packs, waits)
     values = Values(division, origins, packs, small.packs, slices, towers, nodes)
     sender = Sender(values, packs, slices)
     everywhere = Everywhere(small, values)
@@ -282,7 +281,7 @@ def _copies(ops: Sequence[tf.Operation], towers: Sequence[Tower], nodes: NodeBui
     """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
     for chain in chains_of(towers):
-        copies = [name for op in ops for name in nodes.names.copies(op.name, chain)]
+        copies = [nodes.names.copy(op.name, tower.number) for op in ops for tower in chain]
         names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
     return names
 
@@ -293,7 +292,10 @@ def _names_of_ops(
     """Names ops: in the place of a sharded op, all of its copies."""
     named: list[str] = []
     for op in ops:
-        named += names.copies(op.name, towers) if op.name in plan.ops else [op.name]
+        if op.name in plan.ops:
+            named += [names.copy(op.name, tower.number) for tower in towers]
+        else:
+            named.append(op.name)
     return named
 
 

@@ -20,7 +20,7 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Mapping
 from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -32,7 +32,6 @@ from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.values import Values
@@ -58,22 +57,16 @@ class Small(NamedTuple):
 
 
 def find_small(
-    division: Division,
-    towers: Sequence[Tower],
-    origins: Origins,
-    packs: Mapping[str, Pack],
-    waits: Waits,
+    division: Division, origins: Origins, packs: Mapping[str, Pack], waits: Waits
 ) -> Small:
     """Finds the small values that every device may make for itself.
 
     Args:
-      division: the graph and its plan.
-      towers: those that have local values.
-      origins: tells which full values are made from these.
+      origins: tells which full values are made from what towers have.
       packs: those of tensors that share messages with others anyhow, by name.
       waits: what the user's ops wait for.
     """
-    devices = {tower.device for tower in towers}
+    devices = set(division.devices)
     # What logical CPU devices share is made once.
     is_shared = len(set(map(memory_of, devices))) == 1
     if is_shared or len(devices) > _MOST_DEVICES * len(set(map(machine_of, devices))):
@@ -143,7 +136,7 @@ class Everywhere:
         self._plan = values.division.plan
         self._values = values
         self._nodes = values.nodes
-        self._devices = list(dict.fromkeys(tower.device for tower in values.towers))
+        self._devices = list(dict.fromkeys(values.division.devices))
         self._machines = {machine_of(device) for device in self._devices}
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 

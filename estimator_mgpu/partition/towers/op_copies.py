@@ -131,7 +131,9 @@ class Copies:
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:
-                names += [f'^{name}' for name in self._nodes.names.copies(before.name, towers)]
+                names += [
+                    f'^{self._nodes.names.copy(before.name, tower.number)}' for tower in towers
+                ]
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:

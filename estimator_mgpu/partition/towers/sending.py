@@ -31,7 +31,7 @@ class Sender:
         self._values = values
         self._packs = packs
         self._slices = slices
-        self._devices = [tower.device for tower in values.towers]
+        self._devices = values.division.devices
         self._nodes = values.nodes
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
         self._handed: dict[str, Handed] = {}  # what is sent in slices, by tensor
