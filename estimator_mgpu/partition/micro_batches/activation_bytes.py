@@ -30,7 +30,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
 from estimator_mgpu.partition.placements import NotGatherable, Shard
-from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -76,7 +75,6 @@ class Activations:
     """The activations of a step, and how long they are kept.
 
     Args:
-      graph: the user's, before towers are added.
       step: the units that a step runs.
       names: those of the sharded ops and v1 loops that it runs, as in `Unit`.
 
@@ -84,9 +82,9 @@ class Activations:
       sizes: the bytes that each of these computes, by its name.
     """
 
-    def __init__(self, graph: tf.Graph, plan: Plan, step: StepUnits, names: Iterable[str]):
-        self._graph = graph
-        self._plan = plan
+    def __init__(self, step: StepUnits, names: Iterable[str]):
+        self._graph = step.edges.division.graph
+        self._plan = step.edges.division.plan
         self._step = step
         self._times = _times(step)
         self._all = [activation for name in names for activation in self._activations_of(name)]

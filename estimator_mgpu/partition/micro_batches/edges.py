@@ -18,6 +18,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.division import Division, Result
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -59,30 +60,32 @@ class Edges:
     """The edges between units.
 
     Args:
-      nodes: those that will be added.
       full_values: what the user's ops will be given, by the names of tensors.
       control_inputs: the names of the ops that the user's ops will wait for.
 
     Attributes:
-      nodes: the added ones, by name.
+      division: the graph and its plan.
+      towers: some of which share a device.
+      builder: has the nodes that will be added.
+      nodes: these, by name.
       loops: the v1 loops, by the names of their units.
     """
 
     def __init__(
         self,
         division: Division,
-        nodes: NodeBuilder,
+        towers: Sequence[Tower],
+        builder: NodeBuilder,
         full_values: dict[str, str],
         control_inputs: dict[tf.Operation, list[str]],
-        tower_count: int,
     ):
         plan = division.plan
-        self.nodes = {node.name: node for node in nodes.graph_def.node}
-        self._graph = division.graph
-        self._builder = nodes
+        self.division = division
+        self.towers = towers
+        self.builder = builder
+        self.nodes = {node.name: node for node in builder.graph_def.node}
         self._full_values = full_values
         self._control_inputs = control_inputs
-        self._tower_count = tower_count
 
         self._users_ops = {op.name: op for op in control_inputs}
         # An op that doesn't depend on the batch may wait for one that does, and others for it.
@@ -98,7 +101,7 @@ class Edges:
 
     def unit_of(self, name: str) -> Unit:
         """The unit of an added node, or of one of the user's ops."""
-        copy = self._builder.names.copy_of(name)
+        copy = self.builder.names.copy_of(name)
         if copy is not None:
             return self._copy(copy.tower, self._loop_of.get(copy.op_name, copy.op_name))
         if name in self.nodes:
@@ -111,10 +114,10 @@ class Edges:
 
     def _loop_around(self, name: str) -> Unit | None:
         """The unit of the v1 loop that an added node is in; None if it's in none."""
-        frame = self._builder.frame_of(name)
+        frame = self.builder.frame_of(name)
         if frame is None:
             return None
-        copy = self._builder.names.loop_of_frame(frame)
+        copy = self.builder.names.loop_of_frame(frame)
         return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
 
     def _find_added_to_loops(self) -> dict[Unit, list[str]]:
@@ -123,7 +126,7 @@ class Edges:
         if not self.loops:
             return added
         for name in self.nodes:
-            if self._builder.names.copy_of(name) is None:
+            if self.builder.names.copy_of(name) is None:
                 loop = self._loop_around(name)
                 if loop is not None:
                     added[loop].append(name)
@@ -134,7 +137,7 @@ class Edges:
         if unit.name not in self.loops:
             return [self._node_name(unit.name, unit.tower)]
 
-        towers = list(range(self._tower_count)) if unit.is_joint else [unit.tower]
+        towers = list(range(len(self.towers))) if unit.is_joint else [unit.tower]
         names = []
         for tower in towers:
             for op in self.loops[unit.name].all_ops:
@@ -169,14 +172,14 @@ class Edges:
 
     def _node_name(self, name: str, tower: int | None) -> str:
         """The name of a tower's copy of an op; without a tower, the name itself."""
-        return name if tower is None else self._builder.names.copy(name, tower)
+        return name if tower is None else self.builder.names.copy(name, tower)
 
     def _inputs_of_node(self, name: str) -> Sequence[str]:
         """The names of what a node, or one of the user's ops, waits for; see `inputs`."""
         node = self.nodes.get(name)
         if node is not None:
             names = [op_name(operand) for operand in node.input]
-            return names + [op.name for op in self._builder.waits.get(name, ())]
+            return names + [op.name for op in self.builder.waits.get(name, ())]
 
         op = self._users_ops.get(name)
         if op is not None:
@@ -186,8 +189,8 @@ class Edges:
                 waits = [before.name for before in op.control_inputs]
             return [*map(op_name, operands), *waits]
 
-        if name.startswith(f'{self._builder.scope}/'):  # It computes which rows towers have.
-            op = self._graph.get_operation_by_name(name)
+        if name.startswith(f'{self.builder.scope}/'):  # It computes which rows towers have.
+            op = self.division.graph.get_operation_by_name(name)
             return [before.name for before in graphs.direct_inputs(op)]
         return ()
 
@@ -196,7 +199,7 @@ class StepUnits:
     """The units that a step runs. What a unit that can't depend on a tower waits for is left out.
 
     Args:
-      results: what a step is run for.
+      results: what a step is run for, as rewrites have left it.
 
     Attributes:
       edges: those of the graph.
@@ -204,11 +207,11 @@ class StepUnits:
       inputs: the edges to each unit.
     """
 
-    def __init__(self, edges: Edges, results: Sequence[Unit]):
+    def __init__(self, edges: Edges, results: Sequence[Result]):
         self.edges = edges
         self.order: list[Unit] = []
         self.inputs: dict[Unit, list[Edge]] = {}
-        for result in results:
+        for result in map(edges.unit_of_result, results):
             if result not in self.inputs:
                 self._visit(result)
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.division import Division, Result
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import find_packs
 from estimator_mgpu.partition.messages.slices import Slices, find_sent
 from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits
@@ -147,7 +147,6 @@ def build_towers(division: Division) -> Towers:
     fetches them. They are given full values, which are gathered or reduced from what towers have.
     """
     graph = division.graph
-    plan = division.plan
     step_results = [division.in_place_of(result) for result in division.step_results]
     all_results = [*step_results, *division.results]
     ops = graphs.topological_order(graph.get_operations())
@@ -159,10 +158,12 @@ def build_towers(division: Division) -> Towers:
     collected = collect(towers)
     schedule = None
     if division.turns > 1:
-        step = _units_of_step(collected, step_results)
-        schedule = find_schedule(graph, plan, step, towers, all_results)
+        values, _, control_inputs = collected
+        edges = Edges(division, towers, values.nodes, values.full_values, control_inputs)
+        step = StepUnits(edges, step_results)
+        schedule = find_schedule(step, all_results)
         if schedule.is_worth_it:
-            add_gates(collected.values.nodes, step, schedule, towers, division.order.liveness)
+            add_gates(step, schedule)
         else:
             towers = towers_of(division.devices)
             collected = collect(towers)
@@ -233,18 +234,6 @@ def _collect_nodes(
         with nodes.serving(op):
             control_inputs[op] = _control_inputs(op, values, waits)
     return _Collected(values, waits, control_inputs)
-
-
-def _units_of_step(collected: _Collected, results: Sequence[Result]) -> StepUnits:
-    """The units that a step runs, before the collected nodes are in the graph.
-
-    Args:
-      results: what the step is run for, as rewrites have left it.
-    """
-    values, _, control_inputs = collected
-    full_values, tower_count = values.full_values, len(values.towers)
-    edges = Edges(values.division, values.nodes, full_values, control_inputs, tower_count)
-    return StepUnits(edges, [edges.unit_of_result(result) for result in results])
 
 
 def _control_inputs(op: tf.Operation, values: Values, waits: Waits) -> list[str]:
