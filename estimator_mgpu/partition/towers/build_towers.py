@@ -11,7 +11,6 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -25,8 +24,7 @@ from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
 from estimator_mgpu.partition.nodes.names import Names, unused_word
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
-from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.tower import Tower, chains_of, towers_of
+from estimator_mgpu.partition.tower import Tower, towers_of
 from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
@@ -77,7 +75,7 @@ class Towers:
 
     def _copies_of(self, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
         """Ops, and in the place of a sharded one all of its copies."""
-        names = _names_of_ops(ops, self.division.plan, self.towers, self.names)
+        names = _names_of_ops(ops, self._values)
         return [self.graph.get_operation_by_name(name) for name in names]
 
     def _identity_after(
@@ -155,10 +153,9 @@ def build_towers(division: Division) -> Towers:
     collect = functools.partial(_collect_nodes, division, ops, result_ops, unused_word(ops))
 
     towers = towers_of(division.devices, division.turns)
-    collected = collect(towers)
+    values, waits, control_inputs = collect(towers)
     schedule = None
     if division.turns > 1:
-        values, _, control_inputs = collected
         edges = Edges(division, towers, values.nodes, values.full_values, control_inputs)
         step = StepUnits(edges, step_results)
         schedule = find_schedule(step, all_results)
@@ -166,9 +163,8 @@ def build_towers(division: Division) -> Towers:
             add_gates(step, schedule)
         else:
             towers = towers_of(division.devices)
-            collected = collect(towers)
+            values, waits, control_inputs = collect(towers)
 
-    values, waits, control_inputs = collected
     values.nodes.build({*values.full_values.values()})
     _use_full_values(values)
     for op, names in control_inputs.items():
@@ -178,33 +174,23 @@ def build_towers(division: Division) -> Towers:
     return Towers(division, towers, values.nodes.names, schedule, values, waits)
 
 
-class _Collected(NamedTuple):
-    """What is added to the graph, and changed in it.
-
-    Attributes:
-      values: what the user's ops are given; they have the nodes that are added.
-      waits: what they wait for.
-      control_inputs: the names of the ops that they wait for.
-    """
-
-    values: Values
-    waits: Waits
-    control_inputs: dict[tf.Operation, list[str]]
-
-
 def _collect_nodes(
     division: Division,
     ops: Mapping[tf.Operation, graphs.Inputs],
     result_ops: Set[tf.Operation],
     scope: str,
     towers: Sequence[Tower],
-) -> _Collected:
+) -> tuple[Values, Waits, dict[tf.Operation, list[str]]]:
     """Collects the nodes of towers, without a change to the graph.
 
     Args:
       ops: those of the graph, as `topological_order` gives them.
       result_ops: those that give what steps are run for.
       scope: a word for the names of all nodes.
+
+    Returns:
+      What the user's ops are given, with the nodes that are added; what they wait for; and by op,
+      the names of the ops for which it will wait.
     """
     graph = division.graph
     plan = division.plan
@@ -233,7 +219,7 @@ def _collect_nodes(
             continue
         with nodes.serving(op):
             control_inputs[op] = _control_inputs(op, values, waits)
-    return _Collected(values, waits, control_inputs)
+    return values, waits, control_inputs
 
 
 def _control_inputs(op: tf.Operation, values: Values, waits: Waits) -> list[str]:
@@ -244,45 +230,42 @@ def _control_inputs(op: tf.Operation, values: Values, waits: Waits) -> list[str]
     only waits for them as something before it no longer does.
     """
     plan = values.division.plan
-    towers = values.towers
-    nodes = values.nodes
     before = waits.of_op(op)
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
     if values.origins.runs_only_if_fetched(op):
         # No messages are saved by nodes that join others.
         waited_for = [op] if is_group and op.name in plan.ops else before
-        return _names_of_ops([*waited_for, *added], plan, towers, nodes.names)
+        return _names_of_ops([*waited_for, *added], values)
 
     names: list[str] = []
     for sharded in before:
         if sharded.name in plan.ops:
-            names += _copies([sharded], towers, nodes)
-    names += _joined([b for b in before if b.name not in plan.ops], is_group, nodes)
+            names += _copies([sharded], values)
+    names += _joined([b for b in before if b.name not in plan.ops], is_group, values.nodes)
 
     added_sharded = [before for before in added if before.name in plan.ops]
     if added_sharded:
-        names += _copies(added_sharded, towers, nodes)
-    return names + _joined([b for b in added if b.name not in plan.ops], True, nodes)
+        names += _copies(added_sharded, values)
+    return names + _joined([b for b in added if b.name not in plan.ops], True, values.nodes)
 
 
-def _copies(ops: Sequence[tf.Operation], towers: Sequence[Tower], nodes: NodeBuilder) -> list[str]:
+def _copies(ops: Sequence[tf.Operation], values: Values) -> list[str]:
     """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
-    for chain in chains_of(towers):
+    nodes = values.nodes
+    for chain in values.shards.of_batch.chains:
         copies = [nodes.names.copy(op.name, tower.number) for op in ops for tower in chain]
         names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
     return names
 
 
-def _names_of_ops(
-    ops: Sequence[tf.Operation], plan: Plan, towers: Sequence[Tower], names: Names
-) -> list[str]:
+def _names_of_ops(ops: Sequence[tf.Operation], values: Values) -> list[str]:
     """Names ops: in the place of a sharded op, all of its copies."""
     named: list[str] = []
     for op in ops:
-        if op.name in plan.ops:
-            named += [names.copy(op.name, tower.number) for tower in towers]
+        if op.name in values.division.plan.ops:
+            named += [values.nodes.names.copy(op.name, tower.number) for tower in values.towers]
         else:
             named.append(op.name)
     return named
