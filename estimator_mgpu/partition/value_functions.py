@@ -18,6 +18,7 @@ from numpy import ndarray
 
 from estimator_mgpu.partition.sizes import ONE, Size, UnknownSize, known, product
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.node_defs import slice_masks
 
 SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
 LARGEST = 64  # entries of a tensor: larger ones aren't sizes
@@ -63,19 +64,16 @@ def _strided_slice(
     tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
 ) -> Any:
     """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
-    attrs = tensor.op.node_def.attr
-    if attrs['new_axis_mask'].i or attrs['ellipsis_mask'].i:
+    masks = slice_masks(tensor.op)
+    if masks['new_axis'] or masks['ellipsis']:
         raise UnknownSize('the slice adds dimensions')
-    first: int | None = _only_number(begin)
-    last: int | None = _only_number(end)
+    first = _only_number(begin)
+    last = _only_number(end)
     step = _only_number(stride)
-    if attrs['shrink_axis_mask'].i:
+    if masks['shrink_axis']:
         return _numpy(x.__getitem__, first)
-    if attrs['begin_mask'].i:
-        first = None
-    if attrs['end_mask'].i:
-        last = None
-    return _numpy(x.__getitem__, slice(first, last, step))
+    part = slice(None if masks['begin'] else first, None if masks['end'] else last, step)
+    return _numpy(x.__getitem__, part)
 
 
 def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:

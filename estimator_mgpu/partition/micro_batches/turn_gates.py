@@ -34,13 +34,14 @@ def add_gates(step: StepUnits, schedule: Schedule) -> None:
     edges = step.edges
     results = _results_of_turns(step, schedule)
     deadness = _Deadness(edges)
-    gates: dict[int, str] = {}  # by the number of the tower that waits for it
+    gates: dict[int, str] = {}  # as control inputs, by the number of the tower that waits
     for tower in edges.towers:
         if tower.turn > 0:
             # If a gate waited for what is in a branch that isn't taken, no later turn would run.
             names = results.get(tower.number - 1, [])
             always_alive = [name for name in names if not deadness.may_be_dead(name)]
-            gates[tower.number] = edges.builder.gate(tower.number, always_alive, tower.device)
+            gate = edges.builder.gate(tower.number, always_alive, tower.device)
+            gates[tower.number] = f'^{gate}'
 
     slices = _slices_of_turns(step, schedule)
     for unit in step.order:

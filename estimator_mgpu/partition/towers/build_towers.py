@@ -281,7 +281,7 @@ def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> lis
     # TensorFlow has control inputs in an order that isn't the same in each run.
     for device, ops_of_device in sorted(by_device.items()):
         if joins and device and len(ops_of_device) > 1:
-            names.append(nodes.after(ops_of_device, device).removeprefix('^'))
+            names.append(nodes.after(ops_of_device, device))
         else:
             names += [op.name for op in ops_of_device]
     return names

@@ -137,7 +137,7 @@ class Copies:
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
-            names.append(self._nodes.after(unsharded, device))
+            names.append(f'^{self._nodes.after(unsharded, device)}')
         return names
 
     def _waits_in_loop(self, op: tf.Operation, tower: Tower) -> list[str]:
