@@ -233,7 +233,7 @@ def _control_inputs(op: tf.Operation, values: Values, waits: Waits) -> list[str]
     before = waits.of_op(op)
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
-    if values.origins.runs_only_if_fetched(op):
+    if values.origins.is_only_fetched(op):
         # No messages are saved by nodes that join others.
         waited_for = [op] if is_group and op.name in plan.ops else before
         return _names_of_ops([*waited_for, *added], values)

@@ -68,7 +68,7 @@ class Origins:
         """
         return tensor.name in self._sizes_of_local
 
-    def runs_only_if_fetched(self, op: tf.Operation) -> bool:
+    def is_only_fetched(self, op: tf.Operation) -> bool:
         """Whether others are used in place of all outputs of one of the user's ops.
 
         `only_fetched` finds further ops that no step runs, by who uses them.

@@ -121,7 +121,12 @@ def reduce(shards: Shards, values: Sequence[str], reduction: str, device: str) -
         values = _without_empty_towers(shards, values, reduction)
 
     of_chains = [_combine_chain(shards, chain, values, reduction) for chain in shards.chains]
-    return _combine_chains(shards, of_chains, reduction, device)
+    # Those of each machine are combined there first, and sent once.
+    combined = [
+        _combine(shards, [of_chains[number] for number in numbers], reduction, combining)
+        for combining, numbers in _by_machine(shards, device).items()
+    ]
+    return _combine(shards, combined, reduction, device)
 
 
 def sum_in_slices(
@@ -152,18 +157,6 @@ def sum_in_slices(
         vectors.append(exchange.Vector(vector, source, slices.position(source)))
     sums = exchange.add_up(nodes, slices, parts, vectors)
     return nodes.add('Reshape', [nodes.concat(sums, 0, device), list(shape)], device)
-
-
-def _combine_chains(shards: Shards, of_chains: Sequence[str], reduction: str, device: str) -> str:
-    """Combines the partial results of chains of towers on a device.
-
-    Those of each machine are combined there first, and sent once.
-    """
-    combined = [
-        _combine(shards, [of_chains[number] for number in numbers], reduction, combining)
-        for combining, numbers in _by_machine(shards, device).items()
-    ]
-    return _combine(shards, combined, reduction, device)
 
 
 def _by_machine(shards: Shards, device: str) -> Mapping[str, list[int]]:

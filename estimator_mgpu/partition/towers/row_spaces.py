@@ -31,12 +31,7 @@ from estimator_mgpu.partition.sizes import (
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers import ragged_features
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.shards import (
-    EqualShards,
-    SelectionShards,
-    Shards,
-    UniqueShards,
-)
+from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 
 
@@ -119,10 +114,9 @@ class ShardsOfRows:
             first_dim = Dim(selection.name, 0)
             sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
         origin = self.of(rows.origin)
-        if isinstance(rows, UniqueRows):
-            count_ids = functools.partial(self._count_ids, selection)
-            return UniqueShards(rows, sizes, origin, self._symbol_value, count_ids=count_ids)
-        return SelectionShards(rows, sizes, origin, self._symbol_value)
+        has_ids = isinstance(rows, UniqueRows)
+        count = functools.partial(self._count_ids, selection) if has_ids else None
+        return SelectionShards(rows, sizes, origin, self._symbol_value, count)
 
     def _count_ids(self, ids: tf.Tensor) -> str:
         """How many different ids all towers have together."""

@@ -84,7 +84,8 @@ def _operands_behind_barriers(
         if not all(map(forward.is_kept, operands)):
             continue  # It waits for another copy.
 
-        position = _first_of_batch(operands, forward)
+        # A forward op has an operand that depends on the batch.
+        position = next(i for i, operand in enumerate(operands) if forward.is_of_batch(operand))
         segment = forward.segment(op)
         key = (segment, operands[position].name)
         if key not in barriers:
@@ -92,11 +93,6 @@ def _operands_behind_barriers(
             barriers[key] = _barrier(operands[position], gradients[segment], name)
         operands[position] = barriers[key]
     return operands_of
-
-
-def _first_of_batch(operands: Sequence[tf.Tensor], forward: Forward) -> int:
-    """The position of the first operand that depends on the batch; a forward op has one."""
-    return next(i for i, operand in enumerate(operands) if forward.is_of_batch(operand))
 
 
 def _import_copies(
