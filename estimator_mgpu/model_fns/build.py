@@ -35,6 +35,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import (
     Recomputation,
     recompute_activations,
 )
+from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.partition.variable_devices import place_variables
 from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
@@ -227,9 +228,8 @@ def _recompute(
     """Lets gradients of a graph that isn't divided use copies of forward ops, if asked for."""
     if not _recomputes(spec, options):
         return None
-    graph = tf.get_default_graph()
-    results = results_of_step(spec)
-    return recompute_activations(graph, tensors, spec.loss, results, existing_ops)
+    step = StepOps(tensors, spec.loss, results_of_step(spec), existing_ops)
+    return recompute_activations(step)
 
 
 def _recomputes(spec: Any, options: dict[str, Any]) -> bool:

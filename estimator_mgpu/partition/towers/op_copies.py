@@ -70,9 +70,9 @@ class Copies:
                 for tensor, need in zip(op.inputs, op_plan.needs)
             ]
             if op_plan.functions:
-                operands = self._function_operands(op, op_plan, operands, tower, device)
+                operands = self._function_operands(op, operands, tower, device)
             elif op.type in op_types.ENTER:
-                operands = self._values_of_variables(op, op_plan, operands, device)
+                operands = self._values_of_variables(op, operands, device)
             name = self._nodes.names.copy(op.name, tower.number)
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
             adapt_node(self._values.shards.of_batch, node, op_plan, tower)
@@ -256,15 +256,10 @@ class Copies:
         return self._sender.receive(tensor, device)
 
     def _function_operands(
-        self,
-        op: tf.Operation,
-        op_plan: OpPlan,
-        operands: Sequence[str],
-        tower: Tower,
-        device: str,
+        self, op: tf.Operation, operands: Sequence[str], tower: Tower, device: str
     ) -> list[str]:
         """What a copy of an op that calls functions is given: values of variables, say."""
-        operands = self._values_of_variables(op, op_plan, operands, device)
+        operands = self._values_of_variables(op, operands, device)
         function_operands = []
         for tensor, operand in zip(op.inputs, operands):
             if tensor.dtype != tf.resource:
@@ -274,15 +269,11 @@ class Copies:
         return function_operands
 
     def _values_of_variables(
-        self,
-        op: tf.Operation,
-        op_plan: OpPlan,
-        operands: Sequence[str],
-        device: str,
+        self, op: tf.Operation, operands: Sequence[str], device: str
     ) -> list[str]:
         """The operands, with the value of each variable that a loop, say, only reads."""
         values = []
-        for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
+        for tensor, need, operand in zip(op.inputs, self._plan.ops[op.name].needs, operands):
             if isinstance(need, VariableValue):
                 source = self._values.origins.device_of_full(tensor)
                 waits = self._waits.of_read(op, tensor)
