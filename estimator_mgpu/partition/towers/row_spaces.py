@@ -116,7 +116,7 @@ class ShardsOfRows:
         origin = self.of(rows.origin)
         has_ids = isinstance(rows, UniqueRows)
         count = functools.partial(self._count_ids, selection) if has_ids else None
-        return SelectionShards(rows, sizes, origin, self._symbol_value, count)
+        return SelectionShards(rows, sizes, origin, count)
 
     def _count_ids(self, ids: tf.Tensor) -> str:
         """How many different ids all towers have together."""

@@ -53,7 +53,7 @@ class Shards:
         self.towers = towers
         self.chains = chains_of(towers)
         self.nodes = nodes
-        self._symbol_value = symbol_value
+        self.symbol_value = symbol_value
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
         # By how many entries a row has, and the tower's number.
@@ -113,7 +113,7 @@ class Shards:
             return size.static
         value: Number = size.number
         for symbol in size.symbols:
-            value = self._multiply(value, self._symbol_value(symbol, tower, dtype))
+            value = self._multiply(value, self.symbol_value(symbol, tower, dtype))
         return value
 
     def total_as(self, dtype: tf.DType, more: int = 0) -> Number:
@@ -329,7 +329,6 @@ class SelectionShards(Shards):
       rows: the selection's row space.
       sizes: for each tower, how many rows it has picked of those on which it computes.
       origin: the shards that these were picked from.
-      symbol_value: as in `Shards`.
       count: gives how many rows there are, if several towers may have the same one, as of ids.
     """
 
@@ -338,10 +337,9 @@ class SelectionShards(Shards):
         rows: SelectedRows,
         sizes: Sequence[Number],
         origin: Shards,
-        symbol_value: Callable[[Any, Any, tf.DType], Number],
         count: Callable[[], Number] | None = None,
     ):
-        super().__init__(rows, origin.towers, origin.nodes, symbol_value)
+        super().__init__(rows, origin.towers, origin.nodes, origin.symbol_value)
         self._sizes = sizes
         self._origin = origin
         self._count = count
