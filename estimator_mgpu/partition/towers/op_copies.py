@@ -180,13 +180,13 @@ class Copies:
         if isinstance(need, LocalRange):
             return self._range(tensor.dtype.base_dtype, need, tower)
 
+        if need == FULL_ON_FIRST and tower.number > 0:
+            return self._nodes.add('ZerosLike', [self._received(tensor, device)], device)
         placement = self._plan.placements.get(tensor.name)
-        if need == FULL_ON_FIRST:
-            full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
-            return self._nodes.add('ZerosLike', [full], device) if tower.number > 0 else full
-        if placement is not None and not isinstance(placement, (Shard, Partial, CountedByTower)):
-            return self._values.local(tensor, tower)  # It's the same on all towers.
-        return self._full_operand(tensor, tower, device)
+        differs = placement is None or isinstance(placement, (Shard, Partial, CountedByTower))
+        if differs or need == FULL_ON_FIRST:
+            return self._full_operand(tensor, tower, device)
+        return self._values.local(tensor, tower)  # It's the same on all towers.
 
     def _operand_in_loop(
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
@@ -231,28 +231,24 @@ class Copies:
         ends = [self._nodes.scalar(number, dtype) for number in (0, size, 1)]
         return self._nodes.add('Range', ends, tower.device)
 
-    def _full_operand(
-        self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False
-    ) -> str:
-        """A full value on a device; with `or_zeros` only its shape counts."""
-        dtype = tensor.dtype.base_dtype
-        source = self._values.origins.device_of_full(tensor)
-        if tensor.name not in self._plan.placements and not or_zeros:
+    def _full_operand(self, tensor: tf.Tensor, tower: Tower, device: str) -> str:
+        """A full value on a device."""
+        if tensor.name not in self._plan.placements:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
                 control_inputs = self._control_inputs(tensor.op, tower)
                 device_of_copy = self._device_for(tensor.op, tower)
                 return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
-            if self._sender.is_packed(tensor) and device != source:
+            is_sent = device != self._values.origins.device_of_full(tensor)
+            if is_sent and self._sender.is_packed(tensor):
                 return self._sender.receive_packed(tensor, device)
+        return self._everywhere.value(tensor, device) or self._received(tensor, device)
 
-        if not or_zeros:
-            value = self._everywhere.value(tensor, device)
-            if value is not None:
-                return value
-        full = self._values.full(tensor)
-        if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
-            return full  # These can't be sent to another device.
+    def _received(self, tensor: tf.Tensor, device: str) -> str:
+        """A full value that's made on one device, on another one; or whatever can't be sent."""
+        is_handle = tensor.dtype.base_dtype in (tf.resource, tf.variant)
+        if is_handle or graphs.is_reference_variable(tensor):
+            return self._values.full(tensor)
         return self._sender.receive(tensor, device)
 
     def _function_operands(
