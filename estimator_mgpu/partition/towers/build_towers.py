@@ -25,7 +25,7 @@ from estimator_mgpu.partition.nodes.names import Names, unused_word
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.tower import Tower, towers_of
-from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
+from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small, packs_of_ops
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
 from estimator_mgpu.partition.towers.origins import Origins
@@ -201,7 +201,7 @@ def _collect_nodes(
     packs = find_packs(division, ops, origins.device_of_full)
     slices = Slices(find_sent(plan, packs, origins.device_of_full), division.devices)
     small = find_small(division, origins, packs, waits)
-    values = Values(division, origins, packs, small.packs, slices, towers, nodes)
+    values = Values(division, origins, packs, packs_of_ops(plan, small), slices, towers, nodes)
     sender = Sender(values, packs, slices)
     everywhere = Everywhere(small, values)
     copies = Copies(values, sender, waits, everywhere)

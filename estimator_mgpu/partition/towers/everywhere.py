@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Hashable, Mapping
-from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -43,34 +42,24 @@ _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
 
 
-class Small(NamedTuple):
-    """The small values that every device may make for itself.
-
-    Attributes:
-      behind: the ops that lead from partial results to each of them, by its name.
-      packs: the partial sums of one op that share a message to each device, by their names. Such
-        are the two that the gradient of batch normalization needs.
-    """
-
-    behind: dict[str, frozenset[tf.Operation]]
-    packs: dict[str, Pack]
-
-
 def find_small(
     division: Division, origins: Origins, packs: Mapping[str, Pack], waits: Waits
-) -> Small:
+) -> dict[str, frozenset[tf.Operation]]:
     """Finds the small values that every device may make for itself.
 
     Args:
       origins: tells which full values are made from what towers have.
       packs: those of tensors that share messages with others anyhow, by name.
       waits: what the user's ops wait for.
+
+    Returns:
+      The ops that lead from partial results to each of them, by its name.
     """
     devices = set(division.devices)
     # What logical CPU devices share is made once.
     is_shared = len(set(map(memory_of, devices))) == 1
     if is_shared or len(devices) > _MOST_DEVICES * len(set(map(machine_of, devices))):
-        return Small({}, {})
+        return {}
 
     plan = division.plan
     behind: dict[str, frozenset[tf.Operation]] = {}
@@ -84,11 +73,13 @@ def find_small(
                     behind[tensor.name] = frozenset()
             elif is_copied:
                 behind[tensor.name] = ops
-    return Small(behind, _packs_of_ops(plan, behind))
+    return behind
 
 
-def _packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
-    """The partial sums of one op that share a message, by their names.
+def packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
+    """The partial sums of one op that share a message to each device, by their names.
+
+    Such are the two that the gradient of batch normalization needs.
 
     Args:
       plan: which ops give them.
@@ -127,12 +118,12 @@ class Everywhere:
     """Makes small values on every device that needs them.
 
     Args:
-      small: those that may be made on every device.
+      small: those that may be made on every device, as `find_small` gives them.
       values: local and full ones.
     """
 
-    def __init__(self, small: Small, values: Values):
-        self._behind = small.behind
+    def __init__(self, small: Mapping[str, frozenset[tf.Operation]], values: Values):
+        self._behind = small
         self._plan = values.division.plan
         self._values = values
         self._nodes = values.nodes
