@@ -45,18 +45,6 @@ class Stage(NamedTuple):
     is_for_all: bool
 
 
-class Kept(NamedTuple):
-    """Activations that are in memory at the same time.
-
-    Attributes:
-      size: their bytes.
-      sizes: the bytes of those that each op or v1 loop has computed, by its name.
-    """
-
-    size: int
-    sizes: Mapping[str, int]
-
-
 class _Activation(NamedTuple):
     """A sharded tensor, or all those of a v1 loop.
 
@@ -92,12 +80,12 @@ class Activations:
         for activation in self._all:
             self.sizes[activation.name] += activation.size
 
-    def most(self) -> Kept:
-        """Returns what is kept when most is, without turns."""
+    def most(self) -> Counter[str]:
+        """Returns what is kept when most is, without turns: bytes, by who has computed them."""
         return self._most((activation, 0, 0) for activation in self._all)
 
-    def most_for_all_turns(self, stages: Mapping[str, Stage]) -> Kept:
-        """Returns what is kept for all turns when most is.
+    def most_for_all_turns(self, stages: Mapping[str, Stage]) -> Counter[str]:
+        """Returns what is kept for all turns when most is, in the same way.
 
         Args:
           stages: of the ops and loops that a step runs, by their names.
@@ -111,8 +99,8 @@ class Activations:
                 kept.append((activation, places[stage], places[last_stage]))
         return self._most(kept)
 
-    def _most(self, kept: Iterable[tuple[_Activation, int, int]]) -> Kept:
-        """What is kept when most is.
+    def _most(self, kept: Iterable[tuple[_Activation, int, int]]) -> Counter[str]:
+        """The bytes that are kept when most are, by the name of the op or loop that computes them.
 
         Args:
           kept: activations, and the places of the stages that compute them and that use them last.
@@ -130,14 +118,13 @@ class Activations:
 
         moments = sorted(changes)
         totals = list(itertools.accumulate(changes[moment] for moment in moments))
-        size = max(totals, default=0)
         sizes = Counter[str]()
-        if size:
-            moment = moments[totals.index(size)]
+        if totals:
+            fullest = moments[totals.index(max(totals))]
             for activation, begin, end in intervals:
-                if begin <= moment <= end:
+                if begin <= fullest <= end:
                     sizes[activation.name] += activation.size
-        return Kept(size, sizes)
+        return sizes
 
     def _activations_of(self, name: str) -> Iterator[_Activation]:
         """Yields what all copies of an op, or of a v1 loop, compute from a batch.

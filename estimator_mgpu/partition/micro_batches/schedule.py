@@ -105,10 +105,10 @@ def find_schedule(step: StepUnits, results: Sequence[Result]) -> Schedule:
     chain = max(chains, key=lambda chain: chain.size, default=_Chain())
 
     kept = activations.most_for_all_turns(_stages(levels, chain, joined))
-    total = activations.most().size
-    saved = max(0, 1 - kept.size / total) if total else 0
+    total = sum(activations.most().values())
+    saved = max(0, 1 - sum(kept.values()) / total) if total else 0
     bytes_by_join = Counter[str]()
-    for name, size in kept.sizes.items():
+    for name, size in kept.items():
         bytes_by_join[name if name in joint_loops else joined.ops.get(name, '')] += size
     joins = [Join(name, size / total) for name, size in bytes_by_join.most_common() if name]
     return Schedule(step.edges.towers[-1].turn + 1, chain.ops, saved, joins)
