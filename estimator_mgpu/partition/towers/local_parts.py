@@ -108,7 +108,9 @@ class LocalParts:
     def of_feature(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
         if isinstance(need, RaggedRows) and tensor.name == need.splits:
-            return self._row_splits(need, tower)
+            bounds, device = self._bounds_of_rows(need)
+            splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
+            return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
         positions = self._positions_of_entries(need, tower)
         device = self._origins.device_of_full(tensor)
         full = self._values.full(tensor)
@@ -132,12 +134,6 @@ class LocalParts:
         return sparse_features.positions(
             shards, self._values.full(indices), need.factor, tower, device
         )
-
-    def _row_splits(self, need: RaggedRows, tower: Tower) -> str:
-        """The row splits of a tower's rows."""
-        bounds, device = self._bounds_of_rows(need)
-        splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
-        return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
 
     def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
         """Where the rows of a ragged tensor begin and end among its values; and the device."""
