@@ -71,8 +71,8 @@ class Activations:
     """
 
     def __init__(self, step: StepUnits, names: Iterable[str]):
-        self._graph = step.edges.division.graph
-        self._plan = step.edges.division.plan
+        self._graph = step.division.graph
+        self._plan = step.division.plan
         self._step = step
         self._times = _times(step)
         self._all = [activation for name in names for activation in self._activations_of(name)]
@@ -132,7 +132,7 @@ class Activations:
         Of a loop, that is what one step of it computes, as nobody knows how many steps it will
         take. It's kept for whatever uses the loop, as the loop's gradient does.
         """
-        loop = self._step.edges.loops.get(name)
+        loop = self._step.loops.get(name)
         if loop is None:
             groups = [[tensor] for tensor in self._graph.get_operation_by_name(name).outputs]
         else:
@@ -156,7 +156,7 @@ class Activations:
         stack = list(tensors)
         while stack:
             for op in stack.pop().consumers():
-                user = self._step.edges.unit_of(op.name).name
+                user = self._step.unit_of(op.name).name
                 if user != name and user in self._times:
                     users[user] = None
                 if _is_view(op):

@@ -56,12 +56,15 @@ class Edge(NamedTuple):
     unit: Unit
 
 
-class Edges:
-    """The edges between units.
+class StepUnits:
+    """The units that a step runs, and the edges between them.
+
+    What a unit that can't depend on a tower waits for is left out.
 
     Args:
       full_values: what the user's ops will be given, by the names of tensors.
       control_inputs: the names of the ops that the user's ops will wait for.
+      results: what a step is run for, as rewrites have left it.
 
     Attributes:
       division: the graph and its plan.
@@ -69,6 +72,8 @@ class Edges:
       builder: has the nodes that will be added.
       nodes: these, by name.
       loops: the v1 loops, by the names of their units.
+      order: the units that a step runs, each after those that it waits for.
+      inputs: the edges to each of them.
     """
 
     def __init__(
@@ -78,6 +83,7 @@ class Edges:
         builder: NodeBuilder,
         full_values: dict[str, str],
         control_inputs: dict[tf.Operation, list[str]],
+        results: Sequence[Result],
     ):
         plan = division.plan
         self.division = division
@@ -98,6 +104,21 @@ class Edges:
         self._joint = {key for key, loop in self.loops.items() if _is_joint(loop, plan)}
         self._loops_by_frame = {loop.name: key for key, loop in self.loops.items()}
         self._added_to_loops = self._find_added_to_loops()
+
+        self.order: list[Unit] = []
+        self.inputs: dict[Unit, list[Edge]] = {}
+        for result in map(self._unit_of_result, results):
+            if result not in self.inputs:
+                self._visit(result)
+
+        # The towers from whose copies a unit is made, directly or by way of units that are no
+        # copies, such as sums. They are bits of an int: 0b101 stands for towers 0 and 2.
+        self._made_of: dict[Unit, int] = {}
+        for unit in self.order:
+            bits = 0
+            for edge in self.inputs[unit]:
+                bits |= self._towers_behind(edge)
+            self._made_of[unit] = bits
 
     def unit_of(self, name: str) -> Unit:
         """The unit of an added node, or of one of the user's ops."""
@@ -150,8 +171,10 @@ class Edges:
             return self.members(unit)
         return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].enters]
 
-    def inputs(self, unit: Unit) -> list[Edge]:
-        """What a unit waits for; nothing for a user's op that can't depend on a tower."""
+    def inputs_of(self, unit: Unit) -> list[Edge]:
+        """The edges to any unit, also to one that a step doesn't run."""
+        if unit in self.inputs:
+            return self.inputs[unit]
         edges = []
         for member in self.members(unit):
             for name in self._inputs_of_node(member):
@@ -160,7 +183,7 @@ class Edges:
                     edges.append(Edge(name, source))
         return edges
 
-    def unit_of_result(self, result: Result) -> Unit:
+    def _unit_of_result(self, result: Result) -> Unit:
         """The unit of one of the user's ops, or of a tensor's full value."""
         if isinstance(result, tf.Operation):
             return self.unit_of(result.name)
@@ -175,7 +198,7 @@ class Edges:
         return name if tower is None else self.builder.names.copy(name, tower)
 
     def _inputs_of_node(self, name: str) -> Sequence[str]:
-        """The names of what a node, or one of the user's ops, waits for; see `inputs`."""
+        """The names of what a node, or one of the user's ops, waits for; see `inputs_of`."""
         node = self.nodes.get(name)
         if node is not None:
             names = [op_name(operand) for operand in node.input]
@@ -194,40 +217,6 @@ class Edges:
             return [before.name for before in graphs.direct_inputs(op)]
         return ()
 
-
-class StepUnits:
-    """The units that a step runs. What a unit that can't depend on a tower waits for is left out.
-
-    Args:
-      results: what a step is run for, as rewrites have left it.
-
-    Attributes:
-      edges: those of the graph.
-      order: the units, each after those that it waits for.
-      inputs: the edges to each unit.
-    """
-
-    def __init__(self, edges: Edges, results: Sequence[Result]):
-        self.edges = edges
-        self.order: list[Unit] = []
-        self.inputs: dict[Unit, list[Edge]] = {}
-        for result in map(edges.unit_of_result, results):
-            if result not in self.inputs:
-                self._visit(result)
-
-        # The towers from whose copies a unit is made, directly or by way of units that are no
-        # copies, such as sums. They are bits of an int: 0b101 stands for towers 0 and 2.
-        self._made_of: dict[Unit, int] = {}
-        for unit in self.order:
-            bits = 0
-            for edge in self.inputs[unit]:
-                bits |= self._towers_behind(edge)
-            self._made_of[unit] = bits
-
-    def inputs_of(self, unit: Unit) -> list[Edge]:
-        """The edges to any unit, also to one that a step doesn't run."""
-        return self.inputs[unit] if unit in self.inputs else self.edges.inputs(unit)
-
     def is_join(self, edge: Edge, copy: Unit) -> bool:
         """Whether what an edge brings to a copy is made of copies of other towers."""
         assert copy.tower is not None
@@ -240,7 +229,7 @@ class StepUnits:
 
     def _visit(self, result: Unit) -> None:
         """Adds a unit and all that it waits for; without recursion, as paths are long."""
-        self.inputs[result] = self.edges.inputs(result)
+        self.inputs[result] = self.inputs_of(result)
         stack = [(result, iter(self.inputs[result]))]
         while stack:
             unit, remaining = stack[-1]
@@ -249,7 +238,7 @@ class StepUnits:
                 self.order.append(unit)
                 stack.pop()
             elif edge.unit not in self.inputs:
-                self.inputs[edge.unit] = self.edges.inputs(edge.unit)
+                self.inputs[edge.unit] = self.inputs_of(edge.unit)
                 stack.append((edge.unit, iter(self.inputs[edge.unit])))
 
 

@@ -98,8 +98,8 @@ def find_schedule(step: StepUnits, results: Sequence[Result]) -> Schedule:
     joint_loops = [unit.name for unit in step.order if unit.is_joint]
     activations = Activations(step, [*levels_of_copies, *joint_loops])
 
-    writes = _initial_writes(step.edges.division, results)
-    before_any_turn = [step.edges.unit_of(op.name) for op in writes]
+    writes = _initial_writes(step.division, results)
+    before_any_turn = [step.unit_of(op.name) for op in writes]
     joined = _joined(step, levels_of_copies, before_any_turn)
     chains = _chains_by_level(levels_of_copies, activations.sizes, joined)
     chain = max(chains, key=lambda chain: chain.size, default=_Chain())
@@ -111,7 +111,7 @@ def find_schedule(step: StepUnits, results: Sequence[Result]) -> Schedule:
     for name, size in kept.items():
         bytes_by_join[name if name in joint_loops else joined.ops.get(name, '')] += size
     joins = [Join(name, size / total) for name, size in bytes_by_join.most_common() if name]
-    return Schedule(step.edges.towers[-1].turn + 1, chain.ops, saved, joins)
+    return Schedule(step.towers[-1].turn + 1, chain.ops, saved, joins)
 
 
 class _Chain(NamedTuple):

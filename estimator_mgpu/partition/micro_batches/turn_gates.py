@@ -23,7 +23,7 @@ from collections import defaultdict
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits, Unit, op_name
+from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit, op_name
 from estimator_mgpu.partition.micro_batches.schedule import Schedule
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import op_types
@@ -31,16 +31,15 @@ from estimator_mgpu.tf_internals import op_types
 
 def add_gates(step: StepUnits, schedule: Schedule) -> None:
     """Adds gates: each turn's ops wait until the turn before has left its results."""
-    edges = step.edges
     results = _results_of_turns(step, schedule)
-    deadness = _Deadness(edges)
+    deadness = _Deadness(step)
     gates: dict[int, str] = {}  # as control inputs, by the number of the tower that waits
-    for tower in edges.towers:
+    for tower in step.towers:
         if tower.turn > 0:
             # If a gate waited for what is in a branch that isn't taken, no later turn would run.
             names = results.get(tower.number - 1, [])
             always_alive = [name for name in names if not deadness.may_be_dead(name)]
-            gate = edges.builder.gate(tower.number, always_alive, tower.device)
+            gate = step.builder.gate(tower.number, always_alive, tower.device)
             gates[tower.number] = f'^{gate}'
 
     slices = _slices_of_turns(step, schedule)
@@ -51,9 +50,9 @@ def add_gates(step: StepUnits, schedule: Schedule) -> None:
         # without any waits itself, unless it uses what another copy of its turn gives.
         waiting = slices.get(unit, [])
         if not waiting and not _follows_in_turn(unit, step, schedule):
-            waiting = edges.enters(unit)
+            waiting = step.enters(unit)
         for name in waiting:
-            node = edges.nodes[name]
+            node = step.nodes[name]
             if gates[unit.tower] not in node.input:
                 node.input.append(gates[unit.tower])
 
@@ -61,11 +60,11 @@ def add_gates(step: StepUnits, schedule: Schedule) -> None:
 class _Deadness:
     """Tells which nodes may be in a v1 branch that isn't taken."""
 
-    def __init__(self, edges: Edges):
-        self._names = edges.builder.names
-        self._graph = edges.division.graph
-        self._nodes = edges.nodes
-        self._liveness = edges.division.order.liveness
+    def __init__(self, step: StepUnits):
+        self._names = step.builder.names
+        self._graph = step.division.graph
+        self._nodes = step.nodes
+        self._liveness = step.division.order.liveness
         self._known: dict[str, bool] = {}
 
     def may_be_dead(self, name: str) -> bool:
@@ -123,11 +122,11 @@ def _last_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, Tower]:
         for edge in step.inputs[unit]:
             turns |= made_of.get(edge.unit, set())
         if unit.tower is not None and unit.name in schedule.chained:
-            turns.add(step.edges.towers[unit.tower])
+            turns.add(step.towers[unit.tower])
         made_of[unit] = turns
 
         first_towers = {tower.number - tower.turn for tower in turns}
-        if len(first_towers) == 1 and step.edges.is_added(unit):
+        if len(first_towers) == 1 and step.is_added(unit):
             last_turns[unit] = max(turns)
     return last_turns
 
@@ -135,7 +134,7 @@ def _last_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, Tower]:
 def _slices_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
     """The slices of full values that only chained copies of one turn use, by these copies."""
     slices = defaultdict[Unit, list[str]](list)
-    for name, users in _users_of_slices(step.edges).items():
+    for name, users in _users_of_slices(step).items():
         in_step = [user for user in users if user in step.inputs]
         towers = {user.tower for user in users}
         is_chained = all(user.name in schedule.chained for user in in_step)
@@ -145,40 +144,40 @@ def _slices_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str
     return slices
 
 
-def _users_of_slices(edges: Edges) -> dict[str, set[Unit]]:
+def _users_of_slices(step: StepUnits) -> dict[str, set[Unit]]:
     """The units that use each slice of a full value, by the slice's name: copies, mostly.
 
     A slice may come to a copy by way of other nodes, such as those that unpack a mask.
     """
-    users_of_nodes = _users_of_nodes(edges)
+    users_of_nodes = _users_of_nodes(step)
     users_of_slices = defaultdict[str, set[Unit]](set)
-    for name, node in edges.nodes.items():
-        if node.op not in op_types.TAKE_SLICES or not _stands_alone(edges, name):
+    for name, node in step.nodes.items():
+        if node.op not in op_types.TAKE_SLICES or not _stands_alone(step, name):
             continue
 
         stack = [name]
         while stack:
             for user in users_of_nodes[stack.pop()]:
-                passes_on = edges.nodes[user].op in op_types.PASS_SLICES
-                if passes_on and _stands_alone(edges, user):
+                passes_on = step.nodes[user].op in op_types.PASS_SLICES
+                if passes_on and _stands_alone(step, user):
                     stack.append(user)
                 else:
-                    users_of_slices[name].add(edges.unit_of(user))
+                    users_of_slices[name].add(step.unit_of(user))
     return users_of_slices
 
 
-def _users_of_nodes(edges: Edges) -> dict[str, list[str]]:
+def _users_of_nodes(step: StepUnits) -> dict[str, list[str]]:
     """The names of the added nodes that use each node or op, by the name of what they use."""
     users = defaultdict[str, list[str]](list)
-    for name, node in edges.nodes.items():
+    for name, node in step.nodes.items():
         for operand in node.input:
             users[op_name(operand)].append(name)
     return users
 
 
-def _stands_alone(edges: Edges, name: str) -> bool:
+def _stands_alone(step: StepUnits, name: str) -> bool:
     """Whether an added node is a unit by itself: neither a tower's copy nor in a loop."""
-    return edges.unit_of(name) == Unit(None, name)
+    return step.unit_of(name) == Unit(None, name)
 
 
 def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:

@@ -18,7 +18,7 @@ from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import find_packs
 from estimator_mgpu.partition.messages.slices import Slices, find_sent
-from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits
+from estimator_mgpu.partition.micro_batches.edges import StepUnits
 from estimator_mgpu.partition.micro_batches.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
 from estimator_mgpu.partition.nodes.names import Names, unused_word
@@ -156,8 +156,9 @@ def build_towers(division: Division) -> Towers:
     values, waits, control_inputs = collect(towers)
     schedule = None
     if division.turns > 1:
-        edges = Edges(division, towers, values.nodes, values.full_values, control_inputs)
-        step = StepUnits(edges, step_results)
+        step = StepUnits(
+            division, towers, values.nodes, values.full_values, control_inputs, step_results
+        )
         schedule = find_schedule(step, all_results)
         if schedule.is_worth_it:
             add_gates(step, schedule)
