@@ -63,7 +63,9 @@ class Copies:
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
         definition = op.node_def
-        for tower, device in zip(self._towers, self._devices(op, op_plan)):
+        at_state = self._device_of_state(op, op_plan)
+        for tower in self._towers:
+            device = self._device_for(op, tower) if at_state is None else at_state
             control_inputs = self._control_inputs(op, tower) or self._waits_in_loop(op, tower)
             operands = [
                 self._operand(op, tensor, need, tower, device)
@@ -90,15 +92,8 @@ class Copies:
         node.attr['T'].type = tf.bool.as_datatype_enum
         node.input[:] = [self._values.local(op.outputs[0], self._towers[0])]
 
-    def _devices(self, op: tf.Operation, op_plan: OpPlan) -> list[str]:
-        """Where copies run: on their towers' devices, unless the user wants another kind."""
-        at_state = self._device_of_state(op, op_plan)
-        if at_state is not None:
-            return [at_state] * len(self._towers)
-        return [self._device_for(op, tower) for tower in self._towers]
-
     def _device_for(self, op: tf.Operation, tower: Tower) -> str:
-        """Where a tower's copy of an op runs that uses no state."""
+        """Where a copy runs that uses no state: not on its tower if the user wants another kind."""
         wanted = op.device
         if not wanted:
             return tower.device
