@@ -85,11 +85,6 @@ class Towers:
         with self._added_after(before, op, value.device):
             return tf.identity(value, self.names.result(op.name))
 
-    def _after(self, before: Sequence[tf.Operation], op: tf.Operation) -> tf.Operation:
-        """An op that waits for others, or for their copies, added for a user's op."""
-        with self._added_after(self._copies_of(before), op, self.towers[0].device):
-            return tf.no_op(self.names.result(op.name))
-
     @contextlib.contextmanager
     def _added_after(
         self, before: Sequence[tf.Operation], op: tf.Operation, device: str
@@ -100,14 +95,6 @@ class Towers:
                 with tracebacks.made_for(op):
                     yield
 
-    def tensors_in_use(self) -> dict[str, str]:
-        """The names of the tensors that the user's ops are given in place of others, by theirs."""
-        names = dict(self._values.full_values)
-        for name, tensor in self.division.replaced.items():
-            replacement = self.division.replacements(tensor)[-1]
-            names[name] = self._values.full_values.get(replacement.name, replacement.name)
-        return names
-
     def make_values_of_stateful_ops(self) -> dict[str, tf.Tensor]:
         """Makes the full values of tensors whose ops mustn't run again, as they touch state.
 
@@ -116,7 +103,7 @@ class Towers:
         """
         values = {}
         waits: dict[int, tf.Operation] = {}  # by the side effects that they wait for
-        for name in self.tensors_in_use():
+        for name in dict.fromkeys([*self._values.full_values, *self.division.replaced]):
             tensor = self.graph.get_tensor_by_name(name)
             replacements = self.division.replacements(tensor)
             is_of_user = tensor.op in self.division.user_ops and self.graph.is_fetchable(tensor.op)
@@ -127,8 +114,9 @@ class Towers:
                 # Many tensors wait for the same, as gradients do for all updates of averages.
                 effects = self._waits.effects_of(replacements)
                 if effects not in waits:
-                    before = self.division.order.ops_for(effects, tensor.op)
-                    waits[effects] = self._after(before, tensor.op)
+                    before = self._copies_of(self.division.order.ops_for(effects, tensor.op))
+                    with self._added_after(before, tensor.op, self.towers[0].device):
+                        waits[effects] = tf.no_op(self.names.result(tensor.op.name))
                 values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)
         return values
 
