@@ -61,9 +61,7 @@ class _Deadness:
     """Tells which nodes may be in a v1 branch that isn't taken."""
 
     def __init__(self, step: StepUnits):
-        self._names = step.builder.names
-        self._graph = step.division.graph
-        self._nodes = step.nodes
+        self._step = step
         self._liveness = step.division.order.liveness
         self._known: dict[str, bool] = {}
 
@@ -76,7 +74,8 @@ class _Deadness:
             if users_op is not None:
                 self._known[name] = self._liveness.may_be_dead(users_op)
             else:
-                self._known[name] = any(map(self._operand_may_be_dead, self._nodes[name].input))
+                operands = self._step.nodes[name].input
+                self._known[name] = any(map(self._operand_may_be_dead, operands))
         return self._known[name]
 
     def _operand_may_be_dead(self, operand: str) -> bool:
@@ -89,10 +88,11 @@ class _Deadness:
 
     def _users_op(self, name: str) -> tf.Operation | None:
         """The user's op of a name, be it that of the op or of a copy; None for other nodes."""
-        copy = self._names.copy_of(name)
-        if copy is None and name in self._nodes:
+        copy = self._step.builder.names.copy_of(name)
+        if copy is None and name in self._step.nodes:
             return None
-        return self._graph.get_operation_by_name(name if copy is None else copy.op_name)
+        graph = self._step.division.graph
+        return graph.get_operation_by_name(name if copy is None else copy.op_name)
 
 
 def _results_of_turns(step: StepUnits, schedule: Schedule) -> dict[int, list[str]]:
