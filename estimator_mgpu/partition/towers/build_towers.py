@@ -191,7 +191,7 @@ def _collect_nodes(
     slices = Slices(find_sent(plan, packs, origins.device_of_full), division.devices)
     small = find_small(division, origins, packs, waits)
     values = Values(division, origins, packs, packs_of_ops(plan, small), slices, towers, nodes)
-    sender = Sender(values, packs, slices)
+    sender = Sender(values)
     everywhere = Everywhere(small, values)
     copies = Copies(values, sender, waits, everywhere)
 

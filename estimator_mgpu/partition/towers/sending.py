@@ -7,14 +7,11 @@ takes from another device; nodes are only added where messages are saved, or cut
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages.exchange import Handed, Vector
-from estimator_mgpu.partition.messages.packing import Pack
-from estimator_mgpu.partition.messages.slices import Slices
 from estimator_mgpu.partition.towers.values import Values
 
 
@@ -23,14 +20,12 @@ class Sender:
 
     Args:
       values: gives these.
-      packs: by the names of tensors that share a message with others.
-      slices: what is cut.
     """
 
-    def __init__(self, values: Values, packs: Mapping[str, Pack], slices: Slices):
+    def __init__(self, values: Values):
         self._values = values
-        self._packs = packs
-        self._slices = slices
+        self._packs = values.packs
+        self._slices = values.slices
         self._devices = values.division.devices
         self._nodes = values.nodes
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor

@@ -39,15 +39,15 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      packs: by the names of tensors that share a message with others.
       packs_of_ops: by the names of small partial sums that are reduced with others of their op.
-      slices: which sums are made in slices.
 
     Attributes:
       division: the graph and its plan.
       origins: tells which full values are made from local ones.
       towers: those that have local values.
       nodes: where nodes are added.
+      packs: by the names of tensors that share a message with others.
+      slices: which full values, and which sums, are sent in slices.
       shards: which rows towers have, and the values of sizes.
       local_parts: what towers take of full values.
       full_values: the full values that were made from local ones so far, by the names of tensors.
@@ -68,9 +68,9 @@ class Values:
         self.towers = towers
         self.nodes = nodes
         self._plan = division.plan
-        self._packs = packs
+        self.packs = packs
         self._packs_of_ops = packs_of_ops
-        self._slices = slices
+        self.slices = slices
         self.shards = ShardsOfRows(self)
         self.local_parts = LocalParts(self)
         self.full_values: dict[str, str] = {}
@@ -112,7 +112,7 @@ class Values:
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
         if self.origins.is_made_from_local(tensor) and tensor.name not in self.full_values:
-            with self.nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
+            with self.nodes.serving(tensor.op, is_for_many=tensor.name in self.packs):
                 self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
@@ -131,8 +131,8 @@ class Values:
 
         rows = placement.rows
         device = self.origins.device_of_full(tensor)
-        if name in self._packs:
-            return self._reduce_pack(self._packs[name], self.shards.of(rows), device)
+        if name in self.packs:
+            return self._reduce_pack(self.packs[name], self.shards.of(rows), device)
 
         values = [self.local(tensor, tower) for tower in self.towers]
         if isinstance(rows, UniqueRows):
@@ -171,10 +171,10 @@ class Values:
         values = [self.local(tensor, tower) for tower in self.towers]
         is_known = tensor.shape.is_fully_defined()
         if placement.reduce == 'sum' and is_known and not is_for_all:
-            parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
+            parts = self.slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
             if parts:
                 return reduce_and_gather.sum_in_slices(
-                    shards, values, self._slices, parts, tensor.shape.as_list(), device
+                    shards, values, self.slices, parts, tensor.shape.as_list(), device
                 )
         return reduce_and_gather.reduce(shards, values, placement.reduce, device)
 
