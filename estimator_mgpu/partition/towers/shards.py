@@ -329,7 +329,8 @@ class SelectionShards(Shards):
       rows: the selection's row space.
       sizes: for each tower, how many rows it has picked of those on which it computes.
       origin: the shards that these were picked from.
-      count: gives how many rows there are, if several towers may have the same one, as of ids.
+      count: gives how many rows there are if several towers may have the same one, as of ids; None
+        if each tower's are its own.
     """
 
     def __init__(
@@ -337,7 +338,7 @@ class SelectionShards(Shards):
         rows: SelectedRows,
         sizes: Sequence[Number],
         origin: Shards,
-        count: Callable[[], Number] | None = None,
+        count: Callable[[], Number] | None,
     ):
         super().__init__(rows, origin.towers, origin.nodes, origin.symbol_value)
         self._sizes = sizes
