@@ -36,7 +36,7 @@ from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 
 
 class LocalAndFull(Protocol):
-    """`values.Values`, as the modules see it that it consists of: local and full values.
+    """Local and full values: `values.Values`, for the modules that it's made of itself.
 
     Attributes:
       division: the graph and its plan.
