@@ -32,6 +32,7 @@ from estimator_mgpu.partition.divide import divide
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order import check, facts
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
+from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.partition.variable_devices import place_variables
 from estimator_mgpu.reports.start_of_training import log_sharding
 from estimator_mgpu.tf_internals import graph_defs, graphs, op_types, private, tf_estimator
@@ -147,7 +148,7 @@ def _built(
             recomputation = None
             if _recomputes(spec, options):
                 recomputation = recompute_activations(
-                    graph, tensors, spec.loss, results_of_step(spec), existing_ops
+                    StepOps(tensors, spec.loss, results_of_step(spec), existing_ops)
                 )
             step = step._replace(facts=before, recomputation=recomputation)
     return spec, step._replace(open_pairs=open_pairs)

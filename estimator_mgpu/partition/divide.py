@@ -22,6 +22,7 @@ from estimator_mgpu.partition.rewrites.loop_handles import bypass_loops_of_handl
 from estimator_mgpu.partition.rewrites.loop_waits import remove_loop_waits
 from estimator_mgpu.partition.rewrites.read_functions import read_functions
 from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_activations
+from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import HEAVY, OF_DEVICE, RULES
@@ -72,13 +73,10 @@ def _note_facts(division: Division) -> None:
 def _recompute(division: Division) -> None:
     if division.recomputed_loss is None:
         return
-    division.recomputation = recompute_activations(
-        division.graph,
-        division.inputs,
-        division.in_place_of(division.recomputed_loss),
-        [division.in_place_of(result) for result in division.step_results],
-        division.existing_ops,
-    )
+    loss = division.in_place_of(division.recomputed_loss)
+    results = [division.in_place_of(result) for result in division.step_results]
+    step = StepOps(division.inputs, loss, results, division.existing_ops)
+    division.recomputation = recompute_activations(step)
 
 
 def _find_order(division: Division) -> None:

@@ -8,7 +8,7 @@ Only the gradient of a table's rows, which is summed by id, may be on a device w
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow.compat.v1 as tf
@@ -40,178 +40,152 @@ def place_ops(division: Division) -> None:
 
     It sets `division.full_value_devices`.
     """
-    plan = division.plan
-    devices: dict[tf.Operation, str] = {}  # What isn't in here may be anywhere.
-    movable = _movable_ops(division.graph, plan, devices)
-    local = {name: division.graph.get_tensor_by_name(name) for name in plan.placements}
-    full_value_devices: dict[str, str] = {}
-
+    devices = _Devices(division)
     # What a variable's update is computed from is placed where the update is, unless the result is
     # small: that is sent instead.
-    _place_where_used(movable, devices, only_large=True)
-    _place_full_values(local, full_value_devices, devices)
-
-    _spread_draws([op for op in movable if op not in devices], division.devices, devices)
-    _place_at_inputs(movable, devices, full_value_devices)
-
+    devices.place_where_used(only_large=True)
+    devices.place_full_values()
+    devices.spread_draws()
+    devices.place_at_inputs()
     # Ops of which no large input has a device, as those that prepare the ids for a lookup.
-    _place_where_used(movable, devices)
-    _place_full_values(local, full_value_devices, devices)
-    _share_out_ids(plan, division.devices, full_value_devices)
-
-    for op, is_colocated in movable.items():
-        if op in devices:
-            device = devices[op]
-            if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
-                device = kernels.device_for(op.node_def, device, division.graph)
-            if is_colocated:
-                private.clear_colocation(op)
-            private.set_device(op, device)
-    division.full_value_devices = full_value_devices
+    devices.place_where_used()
+    devices.place_full_values()
+    devices.share_out_ids()
+    devices.move_ops()
+    division.full_value_devices = devices.of_full_values
 
 
-def _movable_ops(
-    graph: tf.Graph, plan: Plan, devices: dict[tf.Operation, str]
-) -> dict[tf.Operation, bool]:
-    """The ops that run once and may be moved, in order, and whether each is colocated with others.
+class _Devices:
+    """The devices of ops that run once and of full values: more and more of them are found.
 
-    Args:
-      plan: which ops are sharded.
-      devices: of ops, to which those of ops that can't be moved are added.
+    What has none yet may be anywhere.
+
+    Attributes:
+      of_full_values: where full values of what towers have are made, by the tensors' names.
     """
-    liveness = Liveness(graph.get_operations())
-    movable: dict[tf.Operation, bool] = {}
-    for op in graph.get_operations():
-        if op.name in plan.ops:
-            continue
-        node = op.node_def
-        device = _fixed_device(op, node, plan)
-        if device is None and liveness.is_in_loop(op):
-            device = ''
-        if device is None:
-            movable[op] = '_class' in node.attr
-        elif device:
-            devices[op] = device
-            if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
-                private.set_device(op, device)
-    return movable
 
+    def __init__(self, division: Division):
+        self._graph = division.graph
+        self._plan = division.plan
+        self._of_towers = division.devices
+        self.of_full_values: dict[str, str] = {}
+        self._of_ops: dict[tf.Operation, str] = {}
+        # In order, the ops that may be moved, and whether each is colocated with others.
+        self._movable: dict[tf.Operation, bool] = {}
+        self._sort_ops()
 
-def _place_where_used(
-    ops: Collection[tf.Operation], devices: dict[tf.Operation, str], only_large: bool = False
-) -> None:
-    """Places ops where they are used, backwards from those that have a device.
-
-    Args:
-      devices: of ops, to which those of others are added.
-      only_large: whether an op has to give at least as many bytes as each of its inputs has.
-    """
-    for op in reversed(list(ops)):
-        for output in op.outputs:
-            device = None if op in devices else _device_of_consumers(output, devices)
-            if not device:
+    def _sort_ops(self) -> None:
+        """Tells the ops that may be moved from those that have their device."""
+        liveness = Liveness(self._graph.get_operations())
+        for op in self._graph.get_operations():
+            if op.name in self._plan.ops:
                 continue
-            if not only_large or bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
-                devices[op] = device
+            node = op.node_def
+            device = _fixed_device(op, node, self._plan)
+            if device is None and liveness.is_in_loop(op):
+                device = ''
+            if device is None:
+                self._movable[op] = '_class' in node.attr
+            elif device:
+                self._of_ops[op] = device
+                if function_calls.calls_compiled(op):  # XLA takes no variable of another device.
+                    private.set_device(op, device)
 
+    def _of_consumers(self, tensor: tf.Tensor) -> str | None:
+        """The device of a tensor's first consumer that has one."""
+        placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op in self._of_ops]
+        return self._of_ops[min(placed, key=private.creation_index)] if placed else None
 
-def _place_at_inputs(
-    ops: Iterable[tf.Operation],
-    devices: dict[tf.Operation, str],
-    full_value_devices: Mapping[str, str],
-) -> None:
-    """Places ops where their largest input is, each after those that it depends on."""
-    for op in ops:
-        if op not in devices and len(op.inputs):
-            largest = max(op.inputs, key=bytes_of)
-            device = full_value_devices.get(largest.name) or devices.get(largest.op)
-            if device:
-                devices[op] = device
+    def place_where_used(self, only_large: bool = False) -> None:
+        """Places ops where they are used, backwards from those that have a device.
 
+        Args:
+          only_large: whether an op has to give at least as many bytes as each of its inputs has.
+        """
+        for op in reversed(list(self._movable)):
+            for output in op.outputs:
+                device = None if op in self._of_ops else self._of_consumers(output)
+                if not device:
+                    continue
+                if not only_large or bytes_of(output) >= max(map(bytes_of, op.inputs), default=0):
+                    self._of_ops[op] = device
 
-def _place_full_values(
-    tensors: Mapping[str, tf.Tensor],
-    full_value_devices: dict[str, str],
-    devices: Mapping[tf.Operation, str],
-) -> None:
-    """Decides where full values of sharded tensors are made: where they are used.
+    def place_at_inputs(self) -> None:
+        """Places ops where their largest input is, each after those that it depends on."""
+        for op in self._movable:
+            if op not in self._of_ops and len(op.inputs):
+                largest = max(op.inputs, key=bytes_of)
+                device = self.of_full_values.get(largest.name) or self._of_ops.get(largest.op)
+                if device:
+                    self._of_ops[op] = device
 
-    Args:
-      tensors: those that towers make, by name.
-      full_value_devices: by name, the devices that were found, to which others are added.
-    """
-    for name, tensor in tensors.items():
-        device = None if name in full_value_devices else _device_of_consumers(tensor, devices)
-        if device:
-            full_value_devices[name] = device
+    def place_full_values(self) -> None:
+        """Decides where full values of sharded tensors are made: where they are used."""
+        for name in self._plan.placements:
+            if name not in self.of_full_values:
+                device = self._of_consumers(self._graph.get_tensor_by_name(name))
+                if device:
+                    self.of_full_values[name] = device
 
+    def share_out_ids(self) -> None:
+        """Decides where the different ids of towers are put together, and what belongs to them.
 
-def _share_out_ids(
-    plan: Plan, tower_devices: Sequence[str], full_value_devices: dict[str, str]
-) -> None:
-    """Decides where the different ids of towers are put together, and what belongs to them.
+        These are the ids that are looked up in a table, and the sums of its gradient by id. The
+        table's device is busy with the update. So a device without a table puts them together, if
+        the machine has one, and sends one row of each id to the table's device. Otherwise the
+        table's device does it: it's given the ids for the lookup anyhow.
+        """
+        belonging: dict[UniqueRows, list[str]] = {}
+        for name, placement in self._plan.placements.items():
+            rows = rows_of(placement)
+            if isinstance(rows, UniqueRows) and name in self.of_full_values:
+                belonging.setdefault(rows, []).append(name)
 
-    These are the ids that are looked up in a table, and the sums of its gradient by id. The table's
-    device is busy with the update. So a device without a table puts them together, if the machine
-    has one, and sends one row of each id to the table's device. Otherwise the table's device does
-    it: it's given the ids for the lookup anyhow.
+        tables = {ids: self.of_full_values[names[0]] for ids, names in belonging.items()}
+        with_tables = {self.of_full_values[name] for names in belonging.values() for name in names}
+        without_tables = [device for device in self._of_towers if device not in with_tables]
+        load = Counter(tables.values())
+        for ids, table in tables.items():
+            others = [device for device in without_tables if _is_like(device, table)]
+            device = min([table, *others], key=load.__getitem__)
+            load[device] += 1
+            self.of_full_values.update(dict.fromkeys([ids.name, *belonging[ids]], device))
 
-    Args:
-      plan: what towers have.
-      tower_devices: those of towers.
-      full_value_devices: of tensors, by name. Those of ids, and of what belongs to them, are set.
-    """
-    belonging: dict[UniqueRows, list[str]] = {}
-    for name, placement in plan.placements.items():
-        rows = rows_of(placement)
-        if isinstance(rows, UniqueRows) and name in full_value_devices:
-            belonging.setdefault(rows, []).append(name)
+    def spread_draws(self) -> None:
+        """Gives each device its part of the random numbers that are drawn for the global batch.
 
-    tables = {ids: full_value_devices[names[0]] for ids, names in belonging.items()}
-    with_tables = {full_value_devices[name] for names in belonging.values() for name in names}
-    without_tables = [device for device in tower_devices if device not in with_tables]
-    load = Counter(tables.values())
-    for ids, table in tables.items():
-        others = [device for device in without_tables if _is_like(device, table)]
-        device = min([table, *others], key=load.__getitem__)
-        load[device] += 1
-        full_value_devices.update(dict.fromkeys([ids.name, *belonging[ids]], device))
+        Seeded masks of dropout take as much memory as the activations that they're for, or a fourth
+        of it. Each is drawn on the device that has the fewest bytes of them so far. If all were
+        drawn on one of four devices, that device would need 7% more memory in a step of a
+        transformer.
 
+        Only devices of the first one's kind and machine count: another kind may draw other numbers,
+        and another machine, if it's restarted, begins with the first ones again.
+        """
+        devices = self._of_towers
+        bytes_on = {device: 0 for device in devices if _is_like(device, devices[0])}
+        for op in self._movable:
+            if op not in self._of_ops and draws_numbers(op):
+                emptiest = min(bytes_on, key=bytes_on.__getitem__)
+                bytes_on[emptiest] += sum(map(bytes_of, op.outputs))
+                self._of_ops[op] = emptiest
 
-def _spread_draws(
-    ops: Sequence[tf.Operation], tower_devices: Sequence[str], devices: dict[tf.Operation, str]
-) -> None:
-    """Gives each device its part of the random numbers that are drawn for the global batch.
-
-    Seeded masks of dropout take as much memory as the activations that they're for, or a fourth of
-    it. Each is drawn on the device that has the fewest bytes of them so far. If all were drawn on
-    one of four devices, that device would need 7% more memory in a step of a transformer.
-
-    Only devices of the first one's kind and machine count: another kind may draw other numbers, and
-    another machine, if it's restarted, begins with the first ones again.
-
-    Args:
-      ops: those that may be anywhere.
-      devices: of ops, to which those of draws are added.
-    """
-    bytes_on = {device: 0 for device in tower_devices if _is_like(device, tower_devices[0])}
-    for op in ops:
-        if draws_numbers(op):
-            emptiest = min(bytes_on, key=bytes_on.__getitem__)
-            bytes_on[emptiest] += sum(map(bytes_of, op.outputs))
-            devices[op] = emptiest
+    def move_ops(self) -> None:
+        """Moves the ops to the devices that were found."""
+        for op, is_colocated in self._movable.items():
+            if op in self._of_ops:
+                device = self._of_ops[op]
+                if kernels.is_gpu(device):  # Only then is it worth the time that a NodeDef takes.
+                    device = kernels.device_for(op.node_def, device, self._graph)
+                if is_colocated:
+                    private.clear_colocation(op)
+                private.set_device(op, device)
 
 
 def _is_like(device: str, other: str) -> bool:
     """Whether two devices are of one kind, on one machine."""
     index = {'device_index': None}
     return device_spec(device).replace(**index) == device_spec(other).replace(**index)
-
-
-def _device_of_consumers(tensor: tf.Tensor, devices: Mapping[tf.Operation, str]) -> str | None:
-    """The device of a tensor's first consumer that has one."""
-    placed: Sequence[tf.Operation] = [op for op in tensor.consumers() if op in devices]
-    return devices[min(placed, key=private.creation_index)] if placed else None
 
 
 def device_of(op: tf.Operation) -> str | None:

@@ -39,6 +39,7 @@ from estimator_mgpu.partition.value_functions import (
     to_sizes,
 )
 from estimator_mgpu.tf_internals import op_types, private
+from estimator_mgpu.tf_internals.node_defs import slice_masks
 
 T = TypeVar('T')
 
@@ -324,15 +325,15 @@ def _shape_of_slice(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | N
     """Of a vector, `x[1:]` and `x[:-1]` have one entry less, as row splits less an end are rows."""
     dims = sizes.dims(op.inputs[0])
     begin, end, stride = (sizes.entries(operand) for operand in op.inputs[1:])
-    attrs = op.node_def.attr
-    has_others = any(attrs[f'{name}_mask'].i for name in ('ellipsis', 'new_axis', 'shrink_axis'))
+    masks = slice_masks(op)
+    has_others = masks['ellipsis'] or masks['new_axis'] or masks['shrink_axis']
     if has_others or not dims or len(dims) != 1 or not begin or not end or stride != [ONE]:
         return None
     try:
         # How many entries are left out before and behind.
-        before = 0 if attrs['begin_mask'].i else begin[0].as_integer()
-        behind = 0 if attrs['end_mask'].i else -end[0].as_integer()
-        takes_to_end = attrs['end_mask'].i or behind > 0  # A negative end counts from the end.
+        before = 0 if masks['begin'] else begin[0].as_integer()
+        behind = 0 if masks['end'] else -end[0].as_integer()
+        takes_to_end = masks['end'] or behind > 0  # A negative end counts from the end.
         left = dims[0] + Size(-before - behind)
     except UnknownSize:
         return None

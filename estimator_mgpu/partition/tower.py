@@ -58,12 +58,12 @@ def static_extents(total: int, devices: int, turns: int) -> list[tuple[int, int]
       turns: how many towers each device has, one after the other.
     """
     extents: list[tuple[int, int]] = []
-    for start, size in divide_extent(0, total, devices):
-        extents += divide_extent(start, size, turns)
+    for start, size in _divide_extent(0, total, devices):
+        extents += _divide_extent(start, size, turns)
     return extents
 
 
-def divide_extent(start: int, size: int, count: int) -> list[tuple[int, int]]:
+def _divide_extent(start: int, size: int, count: int) -> list[tuple[int, int]]:
     """Divides an extent whose size is known into so many: the first ones get one row more."""
     each, larger = divmod(size, count)
     extents = []

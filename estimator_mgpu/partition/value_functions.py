@@ -18,6 +18,7 @@ from numpy import ndarray
 
 from estimator_mgpu.partition.sizes import ONE, Size, UnknownSize, known, product
 from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.tf_internals.node_defs import slice_masks
 
 SPLITS_OF_STRINGS = ('StringSplit', 'StringSplitV2')
 LARGEST = 64  # entries of a tensor: larger ones aren't sizes
@@ -63,19 +64,16 @@ def _strided_slice(
     tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
 ) -> Any:
     """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
-    attrs = tensor.op.node_def.attr
-    if attrs['new_axis_mask'].i or attrs['ellipsis_mask'].i:
+    masks = slice_masks(tensor.op)
+    if masks['new_axis'] or masks['ellipsis']:
         raise UnknownSize('the slice adds dimensions')
-    first: int | None = _only_number(begin)
-    last: int | None = _only_number(end)
+    first = _only_number(begin)
+    last = _only_number(end)
     step = _only_number(stride)
-    if attrs['shrink_axis_mask'].i:
+    if masks['shrink_axis']:
         return _numpy(x.__getitem__, first)
-    if attrs['begin_mask'].i:
-        first = None
-    if attrs['end_mask'].i:
-        last = None
-    return _numpy(x.__getitem__, slice(first, last, step))
+    part = slice(None if masks['begin'] else first, None if masks['end'] else last, step)
+    return _numpy(x.__getitem__, part)
 
 
 def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:
@@ -86,21 +84,9 @@ def _slice(_: tf.Tensor, x: ndarray, begin: ndarray, size: ndarray) -> Any:
     return _numpy(x.__getitem__, tuple(slices))
 
 
-def _pack(tensor: tf.Tensor, *values: ndarray) -> ndarray:
-    return _numpy(np.stack, values, tensor.op.node_def.attr['axis'].i)
-
-
-def _unpack(tensor: tf.Tensor, x: ndarray) -> Any:
-    return _numpy(np.take, x, tensor.value_index, tensor.op.get_attr('axis'))
-
-
 def _concat(_: tf.Tensor, *values_and_axis: ndarray) -> ndarray:
     *values, axis = values_and_axis
     return _numpy(np.concatenate, values, _numbers(axis))
-
-
-def _reshape(_: tf.Tensor, x: ndarray, shape: ndarray) -> ndarray:
-    return _numpy(np.reshape, x, _numbers(shape))
 
 
 def _expand_dims(_: tf.Tensor, x: ndarray, axis: ndarray) -> ndarray:
@@ -134,10 +120,6 @@ def _shape_of_split_strings(tensor: tf.Tensor, dims: list[Size]) -> list[Size | 
     if tensor.value_index != 2:
         raise UnknownSize('these are indices, or strings')
     return [dims[0], None]
-
-
-def _transpose(_: tf.Tensor, x: ndarray, permutation: ndarray) -> Any:
-    return _numpy(np.transpose, x, _numbers(permutation))
 
 
 def _squeeze(tensor: tf.Tensor, x: ndarray) -> ndarray:
@@ -185,10 +167,6 @@ def _concat_offset(tensor: tf.Tensor, axis: ndarray, *shapes: ndarray) -> ndarra
     return result
 
 
-def _fill(_: tf.Tensor, shape: ndarray, value: ndarray) -> ndarray:
-    return _numpy(np.broadcast_to, value, _numbers(shape))
-
-
 def _range(_: tf.Tensor, *start_limit_delta: ndarray) -> ndarray:
     numbers = _numpy(range, *(_numbers(end) for end in start_limit_delta))
     return to_sizes(numbers[: LARGEST + 1])
@@ -230,8 +208,8 @@ VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'ExpandDims': _expand_dims,
     'GatherV2': _gather,
     'Identity': lambda _, x: x,
-    'Pack': _pack,
-    'Reshape': _reshape,
+    'Pack': lambda tensor, *values: _numpy(np.stack, values, tensor.op.get_attr('axis')),
+    'Reshape': lambda _, x, shape: _numpy(np.reshape, x, _numbers(shape)),
     'Slice': _slice,
     'SparseReshape': _sparse_reshape,
     'Split': _split,
@@ -241,11 +219,11 @@ VALUE_FUNCTIONS: dict[str, Callable[..., Any]] = {
     'StopGradient': lambda _, x: x,
     'StridedSlice': _strided_slice,
     'Switch': lambda _, x: x,
-    'Transpose': _transpose,
-    'Unpack': _unpack,
+    'Transpose': lambda _, x, permutation: _numpy(np.transpose, x, _numbers(permutation)),
+    'Unpack': lambda part, x: _numpy(np.take, x, part.value_index, part.op.get_attr('axis')),
     # New values:
     'ConcatOffset': _concat_offset,
-    'Fill': _fill,
+    'Fill': lambda _, shape, value: _numpy(np.broadcast_to, value, _numbers(shape)),
     'InvertPermutation': lambda _, x: to_sizes(np.argsort(_numbers(x))),
     'OnesLike': lambda _, x: np.full_like(x, ONE),
     'Range': _range,

@@ -96,3 +96,10 @@ def _default(op_type: str, name: str) -> Any:
     """The value of an attribute that a NodeDef leaves out."""
     [attr] = [attr for attr in private.op_definition(op_type).attr if attr.name == name]
     return attr.default_value
+
+
+def slice_masks(op: tf.Operation) -> dict[str, int]:
+    """The masks of a `StridedSlice` by name: bit i of each is for index i of `x[0, ..., 1:]`."""
+    names = ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
+    attrs = op.node_def.attr
+    return {name: attrs[f'{name}_mask'].i for name in names}

@@ -170,14 +170,25 @@ def _inner_shape(tensor: tf.Tensor) -> list[int]:
     return tensor.shape.as_list()[1:]
 
 
+def values_read(plan: Plan) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+    """The sharded ops that read a value in full that depends on no example, each with the value.
+
+    Of a constant, each tower has its own.
+    """
+    of_batch = set(plan.order)
+    for op in plan.order:
+        if op.name in plan.ops:
+            for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
+                if need == FULL and tensor.op not in of_batch and tensor.op.type != op_types.CONST:
+                    yield op, tensor
+
+
 def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """Tensors that may be packed: with their row space if they are summed over towers, or None.
 
-    These are values that towers read and that depend on no example, but for constants, of which
-    each tower has its own; and partial sums, if no tower's op depends on them, by data or control.
-    If one does, and gives another partial sum, a pack of both would wait for itself.
+    These are values that towers read; and partial sums, if no tower's op depends on them, by data
+    or control. If one does, and gives another partial sum, a pack of both would wait for itself.
     """
-    dependent = set(plan.order)
     sharded = dict.fromkeys(op for op in plan.order if op.name in plan.ops)  # in order
     dead_ends: set[tf.Operation] = set()
 
@@ -185,11 +196,9 @@ def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
         users = graphs.consumers_of(op)
         return any(graphs.path_to(sharded, user, dead_ends) for user in users)
 
+    for _, tensor in values_read(plan):
+        yield tensor, None
     for op in sharded:
-        for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
-            is_sent = tensor.op not in dependent and tensor.op.type != op_types.CONST
-            if need == FULL and is_sent:
-                yield tensor, None
         for tensor in op.outputs:
             placement = plan.placements.get(tensor.name)
             if not isinstance(placement, Partial) or isinstance(placement.rows, UniqueRows):

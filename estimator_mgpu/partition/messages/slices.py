@@ -34,11 +34,10 @@ from estimator_mgpu.devices import machine_of, memory_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.messages import sharing
 from estimator_mgpu.partition.messages.grid import Grid, Position, most_levels
-from estimator_mgpu.partition.messages.packing import Pack
+from estimator_mgpu.partition.messages.packing import Pack, values_read
 from estimator_mgpu.partition.messages.sharing import Shares, Value
 from estimator_mgpu.partition.once_devices import runs_at_its_table
-from estimator_mgpu.partition.plan import FULL, Plan
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.partition.plan import Plan
 
 _MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive
 _MORE_MESSAGES = 2  # than without slices
@@ -71,21 +70,16 @@ def find_sent(
     Returns:
       By the name of the tensor, or of the first one of a pack.
     """
-    of_batch = set(plan.order)
     sent = {}
-    for op in plan.order:
-        op_plan = plan.ops.get(op.name)
-        if op_plan is None or runs_at_its_table(op, op_plan, device_of_full):
+    for op, tensor in values_read(plan):
+        if runs_at_its_table(op, plan.ops[op.name], device_of_full):
             continue  # Rows are sent, rather than the table.
-        for tensor, need in zip(op.inputs, op_plan.needs):
-            if need != FULL or tensor.op in of_batch or tensor.op.type == op_types.CONST:
-                continue
-            if tensor.dtype.base_dtype.is_floating:
-                pack = packs.get(tensor.name)
-                tensors = [tensor] if pack is None else pack.tensors
-                is_sliceable = pack is None and tensor.shape.is_fully_defined()
-                size = sum(map(bytes_of, tensors))
-                sent[tensors[0].name] = Sent(size, device_of_full(tensor), is_sliceable)
+        if tensor.dtype.base_dtype.is_floating:
+            pack = packs.get(tensor.name)
+            tensors = [tensor] if pack is None else pack.tensors
+            is_sliceable = pack is None and tensor.shape.is_fully_defined()
+            size = sum(map(bytes_of, tensors))
+            sent[tensors[0].name] = Sent(size, device_of_full(tensor), is_sliceable)
     return sent
 
 

@@ -30,7 +30,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
 from estimator_mgpu.partition.placements import NotGatherable, Shard
-from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -44,18 +43,6 @@ class Stage(NamedTuple):
 
     joins: int
     is_for_all: bool
-
-
-class Kept(NamedTuple):
-    """Activations that are in memory at the same time.
-
-    Attributes:
-      size: their bytes.
-      sizes: the bytes of those that each op or v1 loop has computed, by its name.
-    """
-
-    size: int
-    sizes: Mapping[str, int]
 
 
 class _Activation(NamedTuple):
@@ -76,7 +63,6 @@ class Activations:
     """The activations of a step, and how long they are kept.
 
     Args:
-      graph: the user's, before towers are added.
       step: the units that a step runs.
       names: those of the sharded ops and v1 loops that it runs, as in `Unit`.
 
@@ -84,9 +70,9 @@ class Activations:
       sizes: the bytes that each of these computes, by its name.
     """
 
-    def __init__(self, graph: tf.Graph, plan: Plan, step: StepUnits, names: Iterable[str]):
-        self._graph = graph
-        self._plan = plan
+    def __init__(self, step: StepUnits, names: Iterable[str]):
+        self._graph = step.division.graph
+        self._plan = step.division.plan
         self._step = step
         self._times = _times(step)
         self._all = [activation for name in names for activation in self._activations_of(name)]
@@ -94,12 +80,12 @@ class Activations:
         for activation in self._all:
             self.sizes[activation.name] += activation.size
 
-    def most(self) -> Kept:
-        """Returns what is kept when most is, without turns."""
+    def most(self) -> Counter[str]:
+        """Returns what is kept when most is, without turns: bytes, by who has computed them."""
         return self._most((activation, 0, 0) for activation in self._all)
 
-    def most_for_all_turns(self, stages: Mapping[str, Stage]) -> Kept:
-        """Returns what is kept for all turns when most is.
+    def most_for_all_turns(self, stages: Mapping[str, Stage]) -> Counter[str]:
+        """Returns what is kept for all turns when most is, in the same way.
 
         Args:
           stages: of the ops and loops that a step runs, by their names.
@@ -113,8 +99,8 @@ class Activations:
                 kept.append((activation, places[stage], places[last_stage]))
         return self._most(kept)
 
-    def _most(self, kept: Iterable[tuple[_Activation, int, int]]) -> Kept:
-        """What is kept when most is.
+    def _most(self, kept: Iterable[tuple[_Activation, int, int]]) -> Counter[str]:
+        """The bytes that are kept when most are, by the name of the op or loop that computes them.
 
         Args:
           kept: activations, and the places of the stages that compute them and that use them last.
@@ -132,14 +118,13 @@ class Activations:
 
         moments = sorted(changes)
         totals = list(itertools.accumulate(changes[moment] for moment in moments))
-        size = max(totals, default=0)
         sizes = Counter[str]()
-        if size:
-            moment = moments[totals.index(size)]
+        if totals:
+            fullest = moments[totals.index(max(totals))]
             for activation, begin, end in intervals:
-                if begin <= moment <= end:
+                if begin <= fullest <= end:
                     sizes[activation.name] += activation.size
-        return Kept(size, sizes)
+        return sizes
 
     def _activations_of(self, name: str) -> Iterator[_Activation]:
         """Yields what all copies of an op, or of a v1 loop, compute from a batch.
@@ -147,7 +132,7 @@ class Activations:
         Of a loop, that is what one step of it computes, as nobody knows how many steps it will
         take. It's kept for whatever uses the loop, as the loop's gradient does.
         """
-        loop = self._step.edges.loops.get(name)
+        loop = self._step.loops.get(name)
         if loop is None:
             groups = [[tensor] for tensor in self._graph.get_operation_by_name(name).outputs]
         else:
@@ -171,7 +156,7 @@ class Activations:
         stack = list(tensors)
         while stack:
             for op in stack.pop().consumers():
-                user = self._step.edges.unit_of(op.name).name
+                user = self._step.unit_of(op.name).name
                 if user != name and user in self._times:
                     users[user] = None
                 if _is_view(op):

@@ -18,6 +18,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.division import Division, Result
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
@@ -55,34 +56,42 @@ class Edge(NamedTuple):
     unit: Unit
 
 
-class Edges:
-    """The edges between units.
+class StepUnits:
+    """The units that a step runs, and the edges between them.
+
+    What a unit that can't depend on a tower waits for is left out.
 
     Args:
-      nodes: those that will be added.
       full_values: what the user's ops will be given, by the names of tensors.
       control_inputs: the names of the ops that the user's ops will wait for.
+      results: what a step is run for, as rewrites have left it.
 
     Attributes:
-      nodes: the added ones, by name.
+      division: the graph and its plan.
+      towers: some of which share a device.
+      builder: has the nodes that will be added.
+      nodes: these, by name.
       loops: the v1 loops, by the names of their units.
+      order: the units that a step runs, each after those that it waits for.
+      inputs: the edges to each of them.
     """
 
     def __init__(
         self,
         division: Division,
-        nodes: NodeBuilder,
+        towers: Sequence[Tower],
+        builder: NodeBuilder,
         full_values: dict[str, str],
         control_inputs: dict[tf.Operation, list[str]],
-        tower_count: int,
+        results: Sequence[Result],
     ):
         plan = division.plan
-        self.nodes = {node.name: node for node in nodes.graph_def.node}
-        self._graph = division.graph
-        self._builder = nodes
+        self.division = division
+        self.towers = towers
+        self.builder = builder
+        self.nodes = {node.name: node for node in builder.graph_def.node}
         self._full_values = full_values
         self._control_inputs = control_inputs
-        self._tower_count = tower_count
 
         self._users_ops = {op.name: op for op in control_inputs}
         # An op that doesn't depend on the batch may wait for one that does, and others for it.
@@ -96,119 +105,9 @@ class Edges:
         self._loops_by_frame = {loop.name: key for key, loop in self.loops.items()}
         self._added_to_loops = self._find_added_to_loops()
 
-    def unit_of(self, name: str) -> Unit:
-        """The unit of an added node, or of one of the user's ops."""
-        copy = self._builder.names.copy_of(name)
-        if copy is not None:
-            return self._copy(copy.tower, self._loop_of.get(copy.op_name, copy.op_name))
-        if name in self.nodes:
-            return self._loop_around(name) or Unit(None, name)
-        return Unit(None, self._loop_of.get(name, name))
-
-    def _copy(self, tower: int, name: str) -> Unit:
-        """A tower's copy of an op or a loop, or a joint loop of all towers."""
-        return Unit(None, name, is_joint=True) if name in self._joint else Unit(tower, name)
-
-    def _loop_around(self, name: str) -> Unit | None:
-        """The unit of the v1 loop that an added node is in; None if it's in none."""
-        frame = self._builder.frame_of(name)
-        if frame is None:
-            return None
-        copy = self._builder.names.loop_of_frame(frame)
-        return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
-
-    def _find_added_to_loops(self) -> dict[Unit, list[str]]:
-        """The added nodes that are in v1 loops and aren't copies, by the loops' units."""
-        added = defaultdict[Unit, list[str]](list)
-        if not self.loops:
-            return added
-        for name in self.nodes:
-            if self._builder.names.copy_of(name) is None:
-                loop = self._loop_around(name)
-                if loop is not None:
-                    added[loop].append(name)
-        return added
-
-    def members(self, unit: Unit) -> list[str]:
-        """The names of a unit's nodes, or of the user's ops."""
-        if unit.name not in self.loops:
-            return [self._node_name(unit.name, unit.tower)]
-
-        towers = list(range(self._tower_count)) if unit.is_joint else [unit.tower]
-        names = []
-        for tower in towers:
-            for op in self.loops[unit.name].all_ops:
-                names.append(self._node_name(op.name, tower))
-        return names + self._added_to_loops[unit]
-
-    def enters(self, unit: Unit) -> list[str]:
-        """The names of the nodes of a copy that can wait for others: of a loop, its `Enter` ops."""
-        if unit.name not in self.loops:
-            return self.members(unit)
-        return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].enters]
-
-    def inputs(self, unit: Unit) -> list[Edge]:
-        """What a unit waits for; nothing for a user's op that can't depend on a tower."""
-        edges = []
-        for member in self.members(unit):
-            for name in self._inputs_of_node(member):
-                source = self.unit_of(name)
-                if source != unit:
-                    edges.append(Edge(name, source))
-        return edges
-
-    def unit_of_result(self, result: Result) -> Unit:
-        """The unit of one of the user's ops, or of a tensor's full value."""
-        if isinstance(result, tf.Operation):
-            return self.unit_of(result.name)
-        return self.unit_of(op_name(self._full_values.get(result.name, result.name)))
-
-    def is_added(self, unit: Unit) -> bool:
-        """Whether a unit is added to the graph, rather than the user's."""
-        return unit.is_copy or unit.is_joint or unit.name in self.nodes
-
-    def _node_name(self, name: str, tower: int | None) -> str:
-        """The name of a tower's copy of an op; without a tower, the name itself."""
-        return name if tower is None else self._builder.names.copy(name, tower)
-
-    def _inputs_of_node(self, name: str) -> Sequence[str]:
-        """The names of what a node, or one of the user's ops, waits for; see `inputs`."""
-        node = self.nodes.get(name)
-        if node is not None:
-            names = [op_name(operand) for operand in node.input]
-            return names + [op.name for op in self._builder.waits.get(name, ())]
-
-        op = self._users_ops.get(name)
-        if op is not None:
-            operands = [self._full_values.get(tensor.name, tensor.name) for tensor in op.inputs]
-            waits = self._control_inputs.get(op)
-            if waits is None:
-                waits = [before.name for before in op.control_inputs]
-            return [*map(op_name, operands), *waits]
-
-        if name.startswith(f'{self._builder.scope}/'):  # It computes which rows towers have.
-            op = self._graph.get_operation_by_name(name)
-            return [before.name for before in graphs.direct_inputs(op)]
-        return ()
-
-
-class StepUnits:
-    """The units that a step runs. What a unit that can't depend on a tower waits for is left out.
-
-    Args:
-      results: what a step is run for.
-
-    Attributes:
-      edges: those of the graph.
-      order: the units, each after those that it waits for.
-      inputs: the edges to each unit.
-    """
-
-    def __init__(self, edges: Edges, results: Sequence[Unit]):
-        self.edges = edges
         self.order: list[Unit] = []
         self.inputs: dict[Unit, list[Edge]] = {}
-        for result in results:
+        for result in map(self._unit_of_result, results):
             if result not in self.inputs:
                 self._visit(result)
 
@@ -221,9 +120,102 @@ class StepUnits:
                 bits |= self._towers_behind(edge)
             self._made_of[unit] = bits
 
+    def unit_of(self, name: str) -> Unit:
+        """The unit of an added node, or of one of the user's ops."""
+        copy = self.builder.names.copy_of(name)
+        if copy is not None:
+            return self._copy(copy.tower, self._loop_of.get(copy.op_name, copy.op_name))
+        if name in self.nodes:
+            return self._loop_around(name) or Unit(None, name)
+        return Unit(None, self._loop_of.get(name, name))
+
+    def _copy(self, tower: int, name: str) -> Unit:
+        """A tower's copy of an op or a loop, or a joint loop of all towers."""
+        return Unit(None, name, is_joint=True) if name in self._joint else Unit(tower, name)
+
+    def _loop_around(self, name: str) -> Unit | None:
+        """The unit of the v1 loop that an added node is in; None if it's in none."""
+        frame = self.builder.frame_of(name)
+        if frame is None:
+            return None
+        copy = self.builder.names.loop_of_frame(frame)
+        return self._copy(copy.tower, self._loops_by_frame[copy.op_name])
+
+    def _find_added_to_loops(self) -> dict[Unit, list[str]]:
+        """The added nodes that are in v1 loops and aren't copies, by the loops' units."""
+        added = defaultdict[Unit, list[str]](list)
+        if not self.loops:
+            return added
+        for name in self.nodes:
+            if self.builder.names.copy_of(name) is None:
+                loop = self._loop_around(name)
+                if loop is not None:
+                    added[loop].append(name)
+        return added
+
+    def members(self, unit: Unit) -> list[str]:
+        """The names of a unit's nodes, or of the user's ops."""
+        if unit.name not in self.loops:
+            return [self._node_name(unit.name, unit.tower)]
+
+        towers = list(range(len(self.towers))) if unit.is_joint else [unit.tower]
+        names = []
+        for tower in towers:
+            for op in self.loops[unit.name].all_ops:
+                names.append(self._node_name(op.name, tower))
+        return names + self._added_to_loops[unit]
+
+    def enters(self, unit: Unit) -> list[str]:
+        """The names of the nodes of a copy that can wait for others: of a loop, its `Enter` ops."""
+        if unit.name not in self.loops:
+            return self.members(unit)
+        return [self._node_name(op.name, unit.tower) for op in self.loops[unit.name].enters]
+
     def inputs_of(self, unit: Unit) -> list[Edge]:
         """The edges to any unit, also to one that a step doesn't run."""
-        return self.inputs[unit] if unit in self.inputs else self.edges.inputs(unit)
+        if unit in self.inputs:
+            return self.inputs[unit]
+        edges = []
+        for member in self.members(unit):
+            for name in self._inputs_of_node(member):
+                source = self.unit_of(name)
+                if source != unit:
+                    edges.append(Edge(name, source))
+        return edges
+
+    def _unit_of_result(self, result: Result) -> Unit:
+        """The unit of one of the user's ops, or of a tensor's full value."""
+        if isinstance(result, tf.Operation):
+            return self.unit_of(result.name)
+        return self.unit_of(op_name(self._full_values.get(result.name, result.name)))
+
+    def is_added(self, unit: Unit) -> bool:
+        """Whether a unit is added to the graph, rather than the user's."""
+        return unit.is_copy or unit.is_joint or unit.name in self.nodes
+
+    def _node_name(self, name: str, tower: int | None) -> str:
+        """The name of a tower's copy of an op; without a tower, the name itself."""
+        return name if tower is None else self.builder.names.copy(name, tower)
+
+    def _inputs_of_node(self, name: str) -> Sequence[str]:
+        """The names of what a node, or one of the user's ops, waits for; see `inputs_of`."""
+        node = self.nodes.get(name)
+        if node is not None:
+            names = [op_name(operand) for operand in node.input]
+            return names + [op.name for op in self.builder.waits.get(name, ())]
+
+        op = self._users_ops.get(name)
+        if op is not None:
+            operands = [self._full_values.get(tensor.name, tensor.name) for tensor in op.inputs]
+            waits = self._control_inputs.get(op)
+            if waits is None:
+                waits = [before.name for before in op.control_inputs]
+            return [*map(op_name, operands), *waits]
+
+        if name.startswith(f'{self.builder.scope}/'):  # It computes which rows towers have.
+            op = self.division.graph.get_operation_by_name(name)
+            return [before.name for before in graphs.direct_inputs(op)]
+        return ()
 
     def is_join(self, edge: Edge, copy: Unit) -> bool:
         """Whether what an edge brings to a copy is made of copies of other towers."""
@@ -237,7 +229,7 @@ class StepUnits:
 
     def _visit(self, result: Unit) -> None:
         """Adds a unit and all that it waits for; without recursion, as paths are long."""
-        self.inputs[result] = self.edges.inputs(result)
+        self.inputs[result] = self.inputs_of(result)
         stack = [(result, iter(self.inputs[result]))]
         while stack:
             unit, remaining = stack[-1]
@@ -246,7 +238,7 @@ class StepUnits:
                 self.order.append(unit)
                 stack.pop()
             elif edge.unit not in self.inputs:
-                self.inputs[edge.unit] = self.edges.inputs(edge.unit)
+                self.inputs[edge.unit] = self.inputs_of(edge.unit)
                 stack.append((edge.unit, iter(self.inputs[edge.unit])))
 
 

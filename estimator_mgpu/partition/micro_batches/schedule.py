@@ -35,11 +35,9 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.division import Result
+from estimator_mgpu.partition.division import Division, Result
 from estimator_mgpu.partition.micro_batches.activation_bytes import Activations, Stage
 from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit
-from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import graphs
 from estimator_mgpu.tf_internals.effects import has_side_effect
 
@@ -88,40 +86,32 @@ class Schedule(NamedTuple):
         return f'until all examples have reached {names}' if names else 'for what the step gives'
 
 
-def find_schedule(
-    graph: tf.Graph,
-    plan: Plan,
-    step: StepUnits,
-    towers: Sequence[Tower],
-    results: Sequence[Result],
-) -> Schedule:
+def find_schedule(step: StepUnits, results: Sequence[Result]) -> Schedule:
     """Chooses the ops that run one turn after another.
 
     Args:
-      graph: the user's, before towers are added.
       step: the units that a step runs.
-      towers: some of which share a device.
       results: what steps of any mode are run for, before towers are added.
     """
     levels = _levels(step)
     levels_of_copies = {unit.name: level for unit, level in levels.items() if unit.is_copy}
     joint_loops = [unit.name for unit in step.order if unit.is_joint]
-    activations = Activations(graph, plan, step, [*levels_of_copies, *joint_loops])
+    activations = Activations(step, [*levels_of_copies, *joint_loops])
 
-    writes = _initial_writes(graph, plan, results)
-    before_any_turn = [step.edges.unit_of(op.name) for op in writes]
+    writes = _initial_writes(step.division, results)
+    before_any_turn = [step.unit_of(op.name) for op in writes]
     joined = _joined(step, levels_of_copies, before_any_turn)
     chains = _chains_by_level(levels_of_copies, activations.sizes, joined)
     chain = max(chains, key=lambda chain: chain.size, default=_Chain())
 
     kept = activations.most_for_all_turns(_stages(levels, chain, joined))
-    total = activations.most().size
-    saved = max(0, 1 - kept.size / total) if total else 0
+    total = sum(activations.most().values())
+    saved = max(0, 1 - sum(kept.values()) / total) if total else 0
     bytes_by_join = Counter[str]()
-    for name, size in kept.sizes.items():
+    for name, size in kept.items():
         bytes_by_join[name if name in joint_loops else joined.ops.get(name, '')] += size
     joins = [Join(name, size / total) for name, size in bytes_by_join.most_common() if name]
-    return Schedule(towers[-1].turn + 1, chain.ops, saved, joins)
+    return Schedule(step.towers[-1].turn + 1, chain.ops, saved, joins)
 
 
 class _Chain(NamedTuple):
@@ -250,19 +240,20 @@ def _stages(levels: Mapping[Unit, int], chain: _Chain, joined: _Joined) -> dict[
     return stages
 
 
-def _initial_writes(graph: tf.Graph, plan: Plan, results: Sequence[Result]) -> list[tf.Operation]:
+def _initial_writes(division: Division, results: Sequence[Result]) -> list[tf.Operation]:
     """The ops that compute initial values of variables from the batch.
 
     Such an op is an initializer, or it writes to a trained variable outside of a step. It can't
     wait for the gradients of a turn, as these need the variables.
     """
     step = graphs.ancestors([getattr(result, 'op', result) for result in results])
+    graph = division.graph
     trained = {variable.op for variable in graph.get_collection(tf.GraphKeys.TRAINABLE_VARIABLES)}
     initializers = {
         variable.initializer for variable in graph.get_collection(tf.GraphKeys.GLOBAL_VARIABLES)
     }
     writes = []
-    for op in plan.order:
+    for op in division.plan.order:
         if op in step or not has_side_effect(op):
             continue
         if op in initializers or any(tensor.op in trained for tensor in op.inputs):

@@ -20,34 +20,28 @@ nodes that wait for them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits, Unit, op_name
+from estimator_mgpu.partition.micro_batches.edges import StepUnits, Unit, op_name
 from estimator_mgpu.partition.micro_batches.schedule import Schedule
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.liveness import Liveness
 
 
-def add_gates(
-    nodes: NodeBuilder,
-    step: StepUnits,
-    schedule: Schedule,
-    towers: Sequence[Tower],
-    liveness: Liveness,
-) -> None:
-    """Adds gates: each turn's ops wait until the turn before has left its results.
+def add_gates(step: StepUnits, schedule: Schedule) -> None:
+    """Adds gates: each turn's ops wait until the turn before has left its results."""
+    results = _results_of_turns(step, schedule)
+    deadness = _Deadness(step)
+    gates: dict[int, str] = {}  # as control inputs, by the number of the tower that waits
+    for tower in step.towers:
+        if tower.turn > 0:
+            # If a gate waited for what is in a branch that isn't taken, no later turn would run.
+            names = results.get(tower.number - 1, [])
+            always_alive = [name for name in names if not deadness.may_be_dead(name)]
+            gate = step.builder.gate(tower.number, always_alive, tower.device)
+            gates[tower.number] = f'^{gate}'
 
-    Args:
-      nodes: where the gates are added.
-      step: the units that a step runs.
-      towers: a device and a turn each.
-    """
-    gates = _gates_of_turns(nodes, step, schedule, towers, liveness)
     slices = _slices_of_turns(step, schedule)
     for unit in step.order:
         if unit.tower not in gates or unit.name not in schedule.chained:
@@ -56,47 +50,19 @@ def add_gates(
         # without any waits itself, unless it uses what another copy of its turn gives.
         waiting = slices.get(unit, [])
         if not waiting and not _follows_in_turn(unit, step, schedule):
-            waiting = step.edges.enters(unit)
+            waiting = step.enters(unit)
         for name in waiting:
-            _let_wait(step.edges.nodes[name], gates[unit.tower])
-
-
-def _gates_of_turns(
-    nodes: NodeBuilder,
-    step: StepUnits,
-    schedule: Schedule,
-    towers: Sequence[Tower],
-    liveness: Liveness,
-) -> dict[int, str]:
-    """Adds a gate for each turn but the first of a chain; the arguments are those of `add_gates`.
-
-    Returns:
-      The gates, as control inputs, by the numbers of the towers that wait for them.
-    """
-    results = _results_of_turns(step, schedule, towers)
-    deadness = _Deadness(nodes, liveness)
-    gates: dict[int, str] = {}
-    for tower in towers:
-        if tower.turn > 0:
-            # If a gate waited for what is in a branch that isn't taken, no later turn would run.
-            names = results.get(tower.number - 1, [])
-            always_alive = [name for name in names if not deadness.may_be_dead(name)]
-            gates[tower.number] = nodes.gate(tower.number, always_alive, tower.device)
-    return gates
+            node = step.nodes[name]
+            if gates[unit.tower] not in node.input:
+                node.input.append(gates[unit.tower])
 
 
 class _Deadness:
-    """Tells which nodes may be in a v1 branch that isn't taken.
+    """Tells which nodes may be in a v1 branch that isn't taken."""
 
-    Args:
-      nodes: those that are added.
-    """
-
-    def __init__(self, nodes: NodeBuilder, liveness: Liveness):
-        self._names = nodes.names
-        self._graph = nodes.graph
-        self._inputs = {node.name: node.input for node in nodes.graph_def.node}
-        self._liveness = liveness
+    def __init__(self, step: StepUnits):
+        self._step = step
+        self._liveness = step.division.order.liveness
         self._known: dict[str, bool] = {}
 
     def may_be_dead(self, name: str) -> bool:
@@ -108,7 +74,8 @@ class _Deadness:
             if users_op is not None:
                 self._known[name] = self._liveness.may_be_dead(users_op)
             else:
-                self._known[name] = any(map(self._operand_may_be_dead, self._inputs[name]))
+                operands = self._step.nodes[name].input
+                self._known[name] = any(map(self._operand_may_be_dead, operands))
         return self._known[name]
 
     def _operand_may_be_dead(self, operand: str) -> bool:
@@ -121,20 +88,19 @@ class _Deadness:
 
     def _users_op(self, name: str) -> tf.Operation | None:
         """The user's op of a name, be it that of the op or of a copy; None for other nodes."""
-        copy = self._names.copy_of(name)
-        if copy is None and name in self._inputs:
+        copy = self._step.builder.names.copy_of(name)
+        if copy is None and name in self._step.nodes:
             return None
-        return self._graph.get_operation_by_name(name if copy is None else copy.op_name)
+        graph = self._step.division.graph
+        return graph.get_operation_by_name(name if copy is None else copy.op_name)
 
 
-def _results_of_turns(
-    step: StepUnits, schedule: Schedule, towers: Sequence[Tower]
-) -> dict[int, list[str]]:
+def _results_of_turns(step: StepUnits, schedule: Schedule) -> dict[int, list[str]]:
     """The nodes of each turn that others use, by the number of the turn's tower.
 
     Of turn 1, the running sum of turns 0 and 1 is a result: that of turns 0 to 2 uses it.
     """
-    last_turns = _last_turns(step, schedule, towers)
+    last_turns = _last_turns(step, schedule)
     results = defaultdict[int, dict[str, None]](dict)
     for unit in step.order:
         for edge in step.inputs[unit]:
@@ -144,7 +110,7 @@ def _results_of_turns(
     return {number: list(names) for number, names in results.items()}
 
 
-def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) -> dict[Unit, Tower]:
+def _last_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, Tower]:
     """The last turn that each unit is made of: turn 1 for the running sum of turns 0 and 1.
 
     Only units of a single chain have one. The user's own ops have none, as they run once.
@@ -156,11 +122,11 @@ def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) ->
         for edge in step.inputs[unit]:
             turns |= made_of.get(edge.unit, set())
         if unit.tower is not None and unit.name in schedule.chained:
-            turns.add(towers[unit.tower])
+            turns.add(step.towers[unit.tower])
         made_of[unit] = turns
 
         first_towers = {tower.number - tower.turn for tower in turns}
-        if len(first_towers) == 1 and step.edges.is_added(unit):
+        if len(first_towers) == 1 and step.is_added(unit):
             last_turns[unit] = max(turns)
     return last_turns
 
@@ -168,7 +134,7 @@ def _last_turns(step: StepUnits, schedule: Schedule, towers: Sequence[Tower]) ->
 def _slices_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str]]:
     """The slices of full values that only chained copies of one turn use, by these copies."""
     slices = defaultdict[Unit, list[str]](list)
-    for name, users in _users_of_slices(step.edges).items():
+    for name, users in _users_of_slices(step).items():
         in_step = [user for user in users if user in step.inputs]
         towers = {user.tower for user in users}
         is_chained = all(user.name in schedule.chained for user in in_step)
@@ -178,40 +144,40 @@ def _slices_of_turns(step: StepUnits, schedule: Schedule) -> dict[Unit, list[str
     return slices
 
 
-def _users_of_slices(edges: Edges) -> dict[str, set[Unit]]:
+def _users_of_slices(step: StepUnits) -> dict[str, set[Unit]]:
     """The units that use each slice of a full value, by the slice's name: copies, mostly.
 
     A slice may come to a copy by way of other nodes, such as those that unpack a mask.
     """
-    users_of_nodes = _users_of_nodes(edges)
+    users_of_nodes = _users_of_nodes(step)
     users_of_slices = defaultdict[str, set[Unit]](set)
-    for name, node in edges.nodes.items():
-        if node.op not in op_types.TAKE_SLICES or not _stands_alone(edges, name):
+    for name, node in step.nodes.items():
+        if node.op not in op_types.TAKE_SLICES or not _stands_alone(step, name):
             continue
 
         stack = [name]
         while stack:
             for user in users_of_nodes[stack.pop()]:
-                passes_on = edges.nodes[user].op in op_types.PASS_SLICES
-                if passes_on and _stands_alone(edges, user):
+                passes_on = step.nodes[user].op in op_types.PASS_SLICES
+                if passes_on and _stands_alone(step, user):
                     stack.append(user)
                 else:
-                    users_of_slices[name].add(edges.unit_of(user))
+                    users_of_slices[name].add(step.unit_of(user))
     return users_of_slices
 
 
-def _users_of_nodes(edges: Edges) -> dict[str, list[str]]:
+def _users_of_nodes(step: StepUnits) -> dict[str, list[str]]:
     """The names of the added nodes that use each node or op, by the name of what they use."""
     users = defaultdict[str, list[str]](list)
-    for name, node in edges.nodes.items():
+    for name, node in step.nodes.items():
         for operand in node.input:
             users[op_name(operand)].append(name)
     return users
 
 
-def _stands_alone(edges: Edges, name: str) -> bool:
+def _stands_alone(step: StepUnits, name: str) -> bool:
     """Whether an added node is a unit by itself: neither a tower's copy nor in a loop."""
-    return edges.unit_of(name) == Unit(None, name)
+    return step.unit_of(name) == Unit(None, name)
 
 
 def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
@@ -220,9 +186,3 @@ def _follows_in_turn(unit: Unit, step: StepUnits, schedule: Schedule) -> bool:
         edge.unit.tower == unit.tower and edge.unit.name in schedule.chained
         for edge in step.inputs[unit]
     )
-
-
-def _let_wait(node: Any, gate: str) -> None:
-    """Adds a gate to the control inputs of a NodeDef."""
-    if gate not in node.input:
-        node.input.append(gate)

@@ -18,8 +18,6 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.tower import Tower
-
 _WORD = 'replicate'
 
 
@@ -50,10 +48,6 @@ class Names:
         """The name of a tower's copy of an op, or of a frame."""
         scope, slash, rest = op_name.partition('/')
         return f'{scope}/{self.word}/tower_{tower}{slash}{rest}'
-
-    def copies(self, op_name: str, towers: Iterable[Tower]) -> list[str]:
-        """The names of towers' copies of an op."""
-        return [self.copy(op_name, tower.number) for tower in towers]
 
     def frame(self, name: str, tower: int, is_joint: bool) -> str:
         """The name of the frame of a tower's copy of a v1 loop; a joint loop has one for all."""

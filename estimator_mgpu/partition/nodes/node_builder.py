@@ -231,10 +231,10 @@ class NodeBuilder:
         return self.add('Cast', [value], device, DstT=dtype)
 
     def after(self, ops: Sequence[tf.Operation], device: str) -> str:
-        """Adds a NoOp that waits for ops of the graph; returns it as a control input."""
+        """Adds a NoOp that waits for ops of the graph; returns its name."""
         name = self._once((frozenset(ops), device), lambda: node_def('NoOp'), [], device)
         self.waits[name] = ops
-        return f'^{name}'
+        return name
 
     def join(self, names: Sequence[str], device: str) -> str:
         """Adds a NoOp that waits for nodes, which were added before; returns its name."""
@@ -242,11 +242,11 @@ class NodeBuilder:
         return self._once((*controls, device), lambda: node_def('NoOp'), controls, device)
 
     def gate(self, number: int, names: Sequence[str], device: str) -> str:
-        """Adds a NoOp that waits for nodes; returns it as a control input."""
+        """Adds a NoOp with a name of its own that waits for nodes; returns the name."""
         name = f'{self.scope}/gate_{number}'
         controls = [f'^{name}' for name in names]
         self.copy(node_def('NoOp'), name, controls, device)
-        return f'^{name}'
+        return name
 
     def _once(self, key: Any, make: Callable[[], Any], inputs: Sequence[str], device: str) -> str:
         """Adds a node unless there is one with the key; returns its name."""

@@ -56,7 +56,8 @@ def bypass_identities(division: Division) -> None:
     _bypass(division, [op for op in identities if op not in before_kernels])
     # Those before gradients of kernels come last: then it's known which tensors others use.
     for op in before_kernels:
-        bias_gradients = _gradients_of_bias(op)
+        users_of_input = op.inputs[0].consumers()
+        bias_gradients = [user for user in users_of_input if user.type == op_types.BIAS_GRADIENT]
         if bias_gradients:
             graphs.set_control_inputs(op, bias_gradients)
         else:
@@ -102,9 +103,3 @@ def _is_before_gradient_of_kernel(op: tf.Operation) -> bool:
     """Whether an identity gives a convolution's gradient to the gradient of the kernel."""
     users = op.outputs[0].consumers()
     return any(user.type == op_types.CONVOLUTION_KERNEL_GRADIENT for user in users)
-
-
-def _gradients_of_bias(op: tf.Operation) -> list[tf.Operation]:
-    """The ops that compute a bias's gradient from what an identity is given."""
-    users_of_input = op.inputs[0].consumers()
-    return [user for user in users_of_input if user.type == op_types.BIAS_GRADIENT]

@@ -44,15 +44,12 @@ def inline_calls(division: Division) -> None:
 
 def _function_to_inline(call: tf.Operation, liveness: Liveness) -> Any:
     """The graph of the function that an op calls; None if it has to be called."""
-    if not function_calls.function_graphs(call):
-        return None
+    functions = function_calls.function_graphs(call)
     # In a v1 loop or a branch, a function's constants would run outside of it.
-    if not liveness.always_runs(call):
+    if not functions or not liveness.always_runs(call):
         return None
-    if function_calls.call_attributes(call) & op_types.STAYS_A_CALL:
-        return None
-    [graph] = function_calls.function_graphs(call)
-    return graph
+    stays = function_calls.call_attributes(call) & op_types.STAYS_A_CALL
+    return None if stays else functions[0]
 
 
 def _inline(call: tf.Operation, function: Any, division: Division) -> None:

@@ -161,13 +161,6 @@ def axes_of(op: tf.Operation, source: int | str, sizes: Sizes, count: int) -> li
     return sorted({number % count for number in np.ravel(numbers).tolist()})
 
 
-def slice_masks(op: tf.Operation) -> dict[str, int]:
-    """The masks of a `StridedSlice` by name: bit i of each is for index i of `x[0, ..., 1:]`."""
-    names = ('begin', 'end', 'ellipsis', 'new_axis', 'shrink_axis')
-    attrs = op.node_def.attr
-    return {name: attrs[f'{name}_mask'].i for name in names}
-
-
 def along_axes(source: int | str, text: str) -> Rule:
     """A rule for ops that can be sharded along all dimensions but the axes that they work along.
 

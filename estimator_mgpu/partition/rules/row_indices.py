@@ -15,10 +15,11 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
-from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of, slice_masks
+from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
 from estimator_mgpu.partition.rules.zeros import is_one
 from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
+from estimator_mgpu.tf_internals.node_defs import slice_masks
 
 # Ops whose output has entries of the input, as they are.
 _ARRANGEMENTS = (

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.partition.rules.notation import slice_masks
 from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
 from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import Size, Splits
+from estimator_mgpu.tf_internals.node_defs import slice_masks
 
 Before = Callable[[tf.Tensor], tf.Tensor]
 """Gives what a tensor was before casts."""

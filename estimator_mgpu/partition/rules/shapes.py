@@ -23,7 +23,6 @@ from estimator_mgpu.partition.rules.notation import (
     axes_of,
     rank,
     require,
-    slice_masks,
     table,
     word,
 )
@@ -37,6 +36,7 @@ from estimator_mgpu.partition.sizes import (
     per_row,
     product,
 )
+from estimator_mgpu.tf_internals.node_defs import slice_masks
 
 # Dimensions of size 1, and their order.
 

@@ -11,23 +11,21 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.division import Division, Result
+from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import find_packs
 from estimator_mgpu.partition.messages.slices import Slices, find_sent
-from estimator_mgpu.partition.micro_batches.edges import Edges, StepUnits
+from estimator_mgpu.partition.micro_batches.edges import StepUnits
 from estimator_mgpu.partition.micro_batches.schedule import Schedule, find_schedule
 from estimator_mgpu.partition.micro_batches.turn_gates import add_gates
 from estimator_mgpu.partition.nodes.names import Names, unused_word
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
-from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.tower import Tower, chains_of, towers_of
-from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small
+from estimator_mgpu.partition.tower import Tower, towers_of
+from estimator_mgpu.partition.towers.everywhere import Everywhere, find_small, packs_of_ops
 from estimator_mgpu.partition.towers.only_fetched import worth_making
 from estimator_mgpu.partition.towers.op_copies import Copies
 from estimator_mgpu.partition.towers.origins import Origins
@@ -77,7 +75,7 @@ class Towers:
 
     def _copies_of(self, ops: Sequence[tf.Operation]) -> list[tf.Operation]:
         """Ops, and in the place of a sharded one all of its copies."""
-        names = _names_of_ops(ops, self.division.plan, self.towers, self.names)
+        names = _names_of_ops(ops, self._values)
         return [self.graph.get_operation_by_name(name) for name in names]
 
     def _identity_after(
@@ -86,11 +84,6 @@ class Towers:
         """A full value of a user's op that waits for other ops."""
         with self._added_after(before, op, value.device):
             return tf.identity(value, self.names.result(op.name))
-
-    def _after(self, before: Sequence[tf.Operation], op: tf.Operation) -> tf.Operation:
-        """An op that waits for others, or for their copies, added for a user's op."""
-        with self._added_after(self._copies_of(before), op, self.towers[0].device):
-            return tf.no_op(self.names.result(op.name))
 
     @contextlib.contextmanager
     def _added_after(
@@ -102,14 +95,6 @@ class Towers:
                 with tracebacks.made_for(op):
                     yield
 
-    def tensors_in_use(self) -> dict[str, str]:
-        """The names of the tensors that the user's ops are given in place of others, by theirs."""
-        names = dict(self._values.full_values)
-        for name, tensor in self.division.replaced.items():
-            replacement = self.division.replacements(tensor)[-1]
-            names[name] = self._values.full_values.get(replacement.name, replacement.name)
-        return names
-
     def make_values_of_stateful_ops(self) -> dict[str, tf.Tensor]:
         """Makes the full values of tensors whose ops mustn't run again, as they touch state.
 
@@ -118,7 +103,7 @@ class Towers:
         """
         values = {}
         waits: dict[int, tf.Operation] = {}  # by the side effects that they wait for
-        for name in self.tensors_in_use():
+        for name in dict.fromkeys([*self._values.full_values, *self.division.replaced]):
             tensor = self.graph.get_tensor_by_name(name)
             replacements = self.division.replacements(tensor)
             is_of_user = tensor.op in self.division.user_ops and self.graph.is_fetchable(tensor.op)
@@ -129,8 +114,9 @@ class Towers:
                 # Many tensors wait for the same, as gradients do for all updates of averages.
                 effects = self._waits.effects_of(replacements)
                 if effects not in waits:
-                    before = self.division.order.ops_for(effects, tensor.op)
-                    waits[effects] = self._after(before, tensor.op)
+                    before = self._copies_of(self.division.order.ops_for(effects, tensor.op))
+                    with self._added_after(before, tensor.op, self.towers[0].device):
+                        waits[effects] = tf.no_op(self.names.result(tensor.op.name))
                 values[name] = self._identity_after(values[name], [waits[effects]], tensor.op)
         return values
 
@@ -147,7 +133,6 @@ def build_towers(division: Division) -> Towers:
     fetches them. They are given full values, which are gathered or reduced from what towers have.
     """
     graph = division.graph
-    plan = division.plan
     step_results = [division.in_place_of(result) for result in division.step_results]
     all_results = [*step_results, *division.results]
     ops = graphs.topological_order(graph.get_operations())
@@ -156,40 +141,26 @@ def build_towers(division: Division) -> Towers:
     collect = functools.partial(_collect_nodes, division, ops, result_ops, unused_word(ops))
 
     towers = towers_of(division.devices, division.turns)
-    collected = collect(towers)
+    values, waits, control_inputs = collect(towers)
     schedule = None
     if division.turns > 1:
-        step = _units_of_step(division, collected, len(towers), step_results)
-        schedule = find_schedule(graph, plan, step, towers, all_results)
+        step = StepUnits(
+            division, towers, values.nodes, values.full_values, control_inputs, step_results
+        )
+        schedule = find_schedule(step, all_results)
         if schedule.is_worth_it:
-            add_gates(collected.nodes, step, schedule, towers, division.order.liveness)
+            add_gates(step, schedule)
         else:
             towers = towers_of(division.devices)
-            collected = collect(towers)
+            values, waits, control_inputs = collect(towers)
 
-    nodes, values, waits, control_inputs = collected
-    nodes.build({*values.full_values.values()})
-    _use_full_values(graph, plan, values)
+    values.nodes.build({*values.full_values.values()})
+    _use_full_values(values)
     for op, names in control_inputs.items():
-        _set_control_inputs(op, names)
+        if names != [before.name for before in op.control_inputs]:
+            graphs.set_control_inputs(op, [graph.get_operation_by_name(name) for name in names])
     op_paths.name_ops_by_paths(graph, {name.partition(':')[0] for name in division.replaced})
-    return Towers(division, towers, nodes.names, schedule, values, waits)
-
-
-class _Collected(NamedTuple):
-    """What is added to the graph, and changed in it.
-
-    Attributes:
-      nodes: those that are added.
-      values: what the user's ops are given.
-      waits: what they wait for.
-      control_inputs: the names of the ops that they wait for.
-    """
-
-    nodes: NodeBuilder
-    values: Values
-    waits: Waits
-    control_inputs: dict[tf.Operation, list[str]]
+    return Towers(division, towers, values.nodes.names, schedule, values, waits)
 
 
 def _collect_nodes(
@@ -198,28 +169,31 @@ def _collect_nodes(
     result_ops: Set[tf.Operation],
     scope: str,
     towers: Sequence[Tower],
-) -> _Collected:
+) -> tuple[Values, Waits, dict[tf.Operation, list[str]]]:
     """Collects the nodes of towers, without a change to the graph.
 
     Args:
       ops: those of the graph, as `topological_order` gives them.
       result_ops: those that give what steps are run for.
       scope: a word for the names of all nodes.
+
+    Returns:
+      What the user's ops are given, with the nodes that are added; what they wait for; and by op,
+      the names of the ops for which it will wait.
     """
     graph = division.graph
     plan = division.plan
     first = next(iter(plan.order), None)
-    nodes = NodeBuilder(graph, scope, host_of(towers[0].device), first)
-    devices = [tower.device for tower in towers]
-    origins = Origins(division, devices[0], nodes.host)
+    nodes = NodeBuilder(graph, scope, host_of(division.devices[0]), first)
+    origins = Origins(division)
     waits = Waits(ops, plan, division.order, origins)
     packs = find_packs(division, ops, origins.device_of_full)
-    slices = Slices(find_sent(plan, packs, origins.device_of_full), devices)
-    small = find_small(division, towers, origins, packs, waits)
-    values = Values(division, origins, packs, small.packs, slices, towers, nodes)
-    sender = Sender(values, packs, slices, devices, nodes)
-    everywhere = Everywhere(small, plan, towers, values, nodes)
-    copies = Copies(plan, towers, values, sender, waits, everywhere, nodes)
+    slices = Slices(find_sent(plan, packs, origins.device_of_full), division.devices)
+    small = find_small(division, origins, packs, waits)
+    values = Values(division, origins, packs, packs_of_ops(plan, small), slices, towers, nodes)
+    sender = Sender(values)
+    everywhere = Everywhere(small, values)
+    copies = Copies(values, sender, waits, everywhere)
 
     for name, op_plan in plan.ops.items():
         op = graph.get_operation_by_name(name)
@@ -233,77 +207,56 @@ def _collect_nodes(
             control_inputs[op] = []
             continue
         with nodes.serving(op):
-            control_inputs[op] = _control_inputs(op, plan, towers, values, waits, nodes)
-    return _Collected(nodes, values, waits, control_inputs)
+            control_inputs[op] = _control_inputs(op, values, waits)
+    return values, waits, control_inputs
 
 
-def _units_of_step(
-    division: Division, collected: _Collected, tower_count: int, results: Sequence[Result]
-) -> StepUnits:
-    """The units that a step runs, before the collected nodes are in the graph.
-
-    Args:
-      results: what the step is run for, as rewrites have left it.
-    """
-    nodes, values, _, control_inputs = collected
-    edges = Edges(division, nodes, values.full_values, control_inputs, tower_count)
-    return StepUnits(edges, [edges.unit_of_result(result) for result in results])
-
-
-def _control_inputs(
-    op: tf.Operation,
-    plan: Plan,
-    towers: Sequence[Tower],
-    values: Values,
-    waits: Waits,
-    nodes: NodeBuilder,
-) -> list[str]:
+def _control_inputs(op: tf.Operation, values: Values, waits: Waits) -> list[str]:
     """Names the ops that one of the user's ops waits for: for a sharded op, all of its copies.
 
     The copies on one device are joined: an op there waits for all of them, so that the device sends
     one message. Ops that run once are joined, too, if a `tf.group` waits for them, or an op that
     only waits for them as something before it no longer does.
-
-    Args:
-      op: one of the user's.
-      nodes: where ops are added that join others.
     """
+    plan = values.division.plan
     before = waits.of_op(op)
     added = list(waits.added(op))
     is_group = op.type == op_types.NO_OP
-    if values.origins.runs_only_if_fetched(op):
+    if values.origins.is_only_fetched(op):
         # No messages are saved by nodes that join others.
         waited_for = [op] if is_group and op.name in plan.ops else before
-        return _names_of_ops([*waited_for, *added], plan, towers, nodes.names)
+        return _names_of_ops([*waited_for, *added], values)
 
     names: list[str] = []
     for sharded in before:
         if sharded.name in plan.ops:
-            names += _copies([sharded], towers, nodes)
-    names += _joined([b for b in before if b.name not in plan.ops], is_group, nodes)
+            names += _copies([sharded], values)
+    names += _joined([b for b in before if b.name not in plan.ops], is_group, values.nodes)
 
     added_sharded = [before for before in added if before.name in plan.ops]
     if added_sharded:
-        names += _copies(added_sharded, towers, nodes)
-    return names + _joined([b for b in added if b.name not in plan.ops], True, nodes)
+        names += _copies(added_sharded, values)
+    return names + _joined([b for b in added if b.name not in plan.ops], True, values.nodes)
 
 
-def _copies(ops: Sequence[tf.Operation], towers: Sequence[Tower], nodes: NodeBuilder) -> list[str]:
+def _copies(ops: Sequence[tf.Operation], values: Values) -> list[str]:
     """Names an op on each device that waits for all copies of ops there: a single copy itself."""
     names = []
-    for chain in chains_of(towers):
-        copies = [name for op in ops for name in nodes.names.copies(op.name, chain)]
+    nodes = values.nodes
+    for chain in values.shards.of_batch.chains:
+        copies = [nodes.names.copy(op.name, tower.number) for op in ops for tower in chain]
         names.append(copies[0] if len(copies) == 1 else nodes.join(copies, chain[0].device))
     return names
 
 
-def _names_of_ops(
-    ops: Sequence[tf.Operation], plan: Plan, towers: Sequence[Tower], names: Names
-) -> list[str]:
+def _names_of_ops(ops: Sequence[tf.Operation], values: Values) -> list[str]:
     """Names ops: in the place of a sharded op, all of its copies."""
     named: list[str] = []
     for op in ops:
-        named += names.copies(op.name, towers) if op.name in plan.ops else [op.name]
+        if op.name in values.division.plan.ops:
+            named += [values.nodes.names.copy(op.name, tower.number) for tower in values.towers]
+        else:
+            named.append(op.name)
     return named
 
 
@@ -317,23 +270,19 @@ def _joined(ops: Sequence[tf.Operation], joins: bool, nodes: NodeBuilder) -> lis
     # TensorFlow has control inputs in an order that isn't the same in each run.
     for device, ops_of_device in sorted(by_device.items()):
         if joins and device and len(ops_of_device) > 1:
-            names.append(nodes.after(ops_of_device, device).removeprefix('^'))
+            names.append(nodes.after(ops_of_device, device))
         else:
             names += [op.name for op in ops_of_device]
     return names
 
 
-def _use_full_values(graph: tf.Graph, plan: Plan, values: Values) -> None:
+def _use_full_values(values: Values) -> None:
     """Gives full values to those of the user's ops that use what towers have."""
+    graph = values.division.graph
     replaced = map(graph.get_tensor_by_name, values.full_values)
     users = {user for tensor in replaced for user in tensor.consumers()}
-    for op in filter(users.__contains__, plan.order):
+    for op in filter(users.__contains__, values.division.plan.order):
         for index, tensor in enumerate(op.inputs):
             name = values.full_values.get(tensor.name)
             if name is not None:
                 private.set_input(op, index, graph.get_tensor_by_name(name))
-
-
-def _set_control_inputs(op: tf.Operation, names: Sequence[str]) -> None:
-    if names != [before.name for before in op.control_inputs]:
-        graphs.set_control_inputs(op, [op.graph.get_operation_by_name(name) for name in names])

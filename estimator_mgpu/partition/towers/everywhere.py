@@ -20,8 +20,7 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Hashable, Mapping
 
 import tensorflow.compat.v1 as tf
 
@@ -29,11 +28,9 @@ from estimator_mgpu.devices import machine_of, memory_of, relay
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.values import Values
@@ -45,40 +42,24 @@ _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
 
 
-class Small(NamedTuple):
-    """The small values that every device may make for itself.
-
-    Attributes:
-      behind: the ops that lead from partial results to each of them, by its name.
-      packs: the partial sums of one op that share a message to each device, by their names. Such
-        are the two that the gradient of batch normalization needs.
-    """
-
-    behind: dict[str, frozenset[tf.Operation]]
-    packs: dict[str, Pack]
-
-
 def find_small(
-    division: Division,
-    towers: Sequence[Tower],
-    origins: Origins,
-    packs: Mapping[str, Pack],
-    waits: Waits,
-) -> Small:
+    division: Division, origins: Origins, packs: Mapping[str, Pack], waits: Waits
+) -> dict[str, frozenset[tf.Operation]]:
     """Finds the small values that every device may make for itself.
 
     Args:
-      division: the graph and its plan.
-      towers: those that have local values.
-      origins: tells which full values are made from these.
+      origins: tells which full values are made from what towers have.
       packs: those of tensors that share messages with others anyhow, by name.
       waits: what the user's ops wait for.
+
+    Returns:
+      The ops that lead from partial results to each of them, by its name.
     """
-    devices = {tower.device for tower in towers}
+    devices = set(division.devices)
     # What logical CPU devices share is made once.
     is_shared = len(set(map(memory_of, devices))) == 1
     if is_shared or len(devices) > _MOST_DEVICES * len(set(map(machine_of, devices))):
-        return Small({}, {})
+        return {}
 
     plan = division.plan
     behind: dict[str, frozenset[tf.Operation]] = {}
@@ -92,11 +73,13 @@ def find_small(
                     behind[tensor.name] = frozenset()
             elif is_copied:
                 behind[tensor.name] = ops
-    return Small(behind, _packs_of_ops(plan, behind))
+    return behind
 
 
-def _packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
-    """The partial sums of one op that share a message, by their names.
+def packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
+    """The partial sums of one op that share a message to each device, by their names.
+
+    Such are the two that the gradient of batch normalization needs.
 
     Args:
       plan: which ops give them.
@@ -135,26 +118,16 @@ class Everywhere:
     """Makes small values on every device that needs them.
 
     Args:
-      small: those that may be made on every device.
-      plan: which ops are sharded.
-      towers: those that have local values.
-      values: these, and full values.
-      nodes: where nodes are added.
+      small: those that may be made on every device, as `find_small` gives them.
+      values: local and full ones.
     """
 
-    def __init__(
-        self,
-        small: Small,
-        plan: Plan,
-        towers: Sequence[Tower],
-        values: Values,
-        nodes: NodeBuilder,
-    ):
-        self._behind = small.behind
-        self._plan = plan
+    def __init__(self, small: Mapping[str, frozenset[tf.Operation]], values: Values):
+        self._behind = small
+        self._plan = values.division.plan
         self._values = values
-        self._nodes = nodes
-        self._devices = list(dict.fromkeys(tower.device for tower in towers))
+        self._nodes = values.nodes
+        self._devices = list(dict.fromkeys(values.division.devices))
         self._machines = {machine_of(device) for device in self._devices}
         self._made: dict[tuple[str, str], str] = {}  # by the names of tensors, and by device
 

@@ -55,8 +55,8 @@ def adapt_node(
         if node.op == op_types.CONST and isinstance(need, Slice):
             _slice_constant(shards, node, need, tower)
 
-    variable_dtypes = {
-        position: need.dtype
+    variable_types = {
+        position: need.dtype.as_datatype_enum
         for position, need in enumerate(op_plan.needs)
         if isinstance(need, VariableValue)
     }
@@ -65,16 +65,16 @@ def adapt_node(
         for (label, function), op_plans in zip(called.items(), op_plan.functions):
             path_of = functools.partial(op_paths.path_in_function, path or node.name, label)
             function.name = _copy_function(
-                shards, function.name, op_plans, tower, variable_dtypes, path_of
+                shards, function.name, op_plans, tower, variable_types, path_of
             )
-    for position, dtype in variable_dtypes.items():
+    for position, dtype in variable_types.items():
         if node.op == op_types.READ_VARIABLE:
-            _replace_read(node, dtype.as_datatype_enum)
+            _replace_read(node, dtype)
         elif node.op in op_types.ENTER:
-            node.attr['T'].type = dtype.as_datatype_enum
+            node.attr['T'].type = dtype
         else:
             types = 'Tin' if node.op in op_types.PARTITIONED_CALLS else 'T'
-            node.attr[types].list.type[position] = dtype.as_datatype_enum
+            node.attr[types].list.type[position] = dtype
 
     if 'output_shapes' in node.attr:
         for shape in node.attr['output_shapes'].list.shape:
@@ -87,7 +87,7 @@ def _copy_function(
     name: str,
     op_plans: dict[str, OpPlan],
     tower: Tower,
-    variable_dtypes: dict[int, Any],
+    variable_types: dict[int, int],
     path_of: Callable[[str], str],
 ) -> str:
     """Adds a tower's copy of a function; returns its name.
@@ -95,7 +95,7 @@ def _copy_function(
     Args:
       name: of the function.
       op_plans: of the ops in it that are sharded, by name.
-      variable_dtypes: by position, the types of arguments that are the values of variables in the
+      variable_types: by position, the types of arguments that are the values of variables in the
         copy, and variables in the function.
       path_of: returns the path of an op's copy, by the op's name.
     """
@@ -108,8 +108,8 @@ def _copy_function(
     definition.resource_arg_unique_id.clear()
 
     types_of_values = {
-        definition.signature.input_arg[position].name: dtype.as_datatype_enum
-        for position, dtype in variable_dtypes.items()
+        definition.signature.input_arg[position].name: dtype
+        for position, dtype in variable_types.items()
     }
     _set_signature_types(definition, types_of_values)
 

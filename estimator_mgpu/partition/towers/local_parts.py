@@ -7,13 +7,10 @@ part is sent. If an op would fail as two tensors don't have equally many rows, t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import if_same
-from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
+from estimator_mgpu.partition.nodes.node_builder import Number
 from estimator_mgpu.partition.plan import CountedFromFirst, RaggedRows, Slice, SparseRows
 from estimator_mgpu.partition.rules.selections import before_arrangement
 from estimator_mgpu.partition.sizes import (
@@ -31,8 +28,7 @@ from estimator_mgpu.partition.towers import (
     reduce_and_gather,
     sparse_features,
 )
-from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.row_spaces import LocalAndFull, ShardsOfRows
+from estimator_mgpu.partition.towers.row_spaces import LocalAndFull
 
 _OTHER_ENTRIES = (
     'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
@@ -47,28 +43,19 @@ class LocalParts:
     """Takes towers' parts of full values.
 
     Args:
-      shards: which rows towers have.
       values: those of which parts are taken.
     """
 
-    def __init__(
-        self,
-        division: Division,
-        origins: Origins,
-        towers: Sequence[Tower],
-        nodes: NodeBuilder,
-        shards: ShardsOfRows,
-        values: LocalAndFull,
-    ):
-        self._graph = division.graph
-        self._plan = division.plan
-        self._origins = origins
-        self._towers = towers
-        self._nodes = nodes
-        self._shards = shards
+    def __init__(self, values: LocalAndFull):
+        self._graph = values.division.graph
+        self._plan = values.division.plan
+        self._origins = values.origins
+        self._towers = values.towers
+        self._nodes = values.nodes
+        self._shards = values.shards
         self._values = values
-        self._titles = division.batch.titles_of_entries()
-        self._dense_titles = division.batch.titles_of_dense()
+        self._titles = values.division.batch.titles_of_entries()
+        self._dense_titles = values.division.batch.titles_of_dense()
         # Values of sparse tensors that fail if they are too many, or too few, by their names.
         self._as_many: dict[str, str] = {}
 
@@ -121,7 +108,9 @@ class LocalParts:
     def of_feature(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
         if isinstance(need, RaggedRows) and tensor.name == need.splits:
-            return self._row_splits(need, tower)
+            bounds, device = self._bounds_of_rows(need)
+            splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
+            return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
         positions = self._positions_of_entries(need, tower)
         device = self._origins.device_of_full(tensor)
         full = self._values.full(tensor)
@@ -145,12 +134,6 @@ class LocalParts:
         return sparse_features.positions(
             shards, self._values.full(indices), need.factor, tower, device
         )
-
-    def _row_splits(self, need: RaggedRows, tower: Tower) -> str:
-        """The row splits of a tower's rows."""
-        bounds, device = self._bounds_of_rows(need)
-        splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
-        return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
 
     def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
         """Where the rows of a ragged tensor begin and end among its values; and the device."""

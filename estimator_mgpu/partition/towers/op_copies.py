@@ -11,7 +11,6 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec, host_of
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.placements import CountedByTower, Partial, Shard
 from estimator_mgpu.partition.plan import (
@@ -25,7 +24,6 @@ from estimator_mgpu.partition.plan import (
     LocalShape,
     Need,
     OpPlan,
-    Plan,
     RaggedRows,
     Reduced,
     Slice,
@@ -48,42 +46,35 @@ class Copies:
     """Adds each tower's copies of ops.
 
     Args:
-      plan: which ops are sharded, and what their copies are given.
+      values: what copies give, and are given.
       sender: sends that to other devices.
       everywhere: what each device makes for itself of what the copies are given.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        towers: Sequence[Tower],
-        values: Values,
-        sender: Sender,
-        waits: Waits,
-        everywhere: Everywhere,
-        nodes: NodeBuilder,
-    ):
-        self._plan = plan
-        self._towers = towers
+    def __init__(self, values: Values, sender: Sender, waits: Waits, everywhere: Everywhere):
+        self._plan = values.division.plan
+        self._towers = values.towers
         self._values = values
         self._sender = sender
         self._waits = waits
         self._everywhere = everywhere
-        self._nodes = nodes
+        self._nodes = values.nodes
 
     def add(self, op: tf.Operation, op_plan: OpPlan) -> None:
         """Adds a copy of an op for each tower."""
         definition = op.node_def
-        for tower, device in zip(self._towers, self._devices(op, op_plan)):
+        at_state = self._device_of_state(op, op_plan)
+        for tower in self._towers:
+            device = self._device_for(op, tower) if at_state is None else at_state
             control_inputs = self._control_inputs(op, tower) or self._waits_in_loop(op, tower)
             operands = [
                 self._operand(op, tensor, need, tower, device)
                 for tensor, need in zip(op.inputs, op_plan.needs)
             ]
             if op_plan.functions:
-                operands = self._function_operands(op, op_plan, operands, tower, device)
+                operands = self._function_operands(op, operands, tower, device)
             elif op.type in op_types.ENTER:
-                operands = self._values_of_variables(op, op_plan, operands, device)
+                operands = self._values_of_variables(op, operands, device)
             name = self._nodes.names.copy(op.name, tower.number)
             node = self._nodes.copy(definition, name, [*operands, *control_inputs], device)
             adapt_node(self._values.shards.of_batch, node, op_plan, tower)
@@ -101,15 +92,8 @@ class Copies:
         node.attr['T'].type = tf.bool.as_datatype_enum
         node.input[:] = [self._values.local(op.outputs[0], self._towers[0])]
 
-    def _devices(self, op: tf.Operation, op_plan: OpPlan) -> list[str]:
-        """Where copies run: on their towers' devices, unless the user wants another kind."""
-        at_state = self._device_of_state(op, op_plan)
-        if at_state is not None:
-            return [at_state] * len(self._towers)
-        return [self._device_for(op, tower) for tower in self._towers]
-
     def _device_for(self, op: tf.Operation, tower: Tower) -> str:
-        """Where a tower's copy of an op runs that uses no state."""
+        """Where a copy runs that uses no state: not on its tower if the user wants another kind."""
         wanted = op.device
         if not wanted:
             return tower.device
@@ -142,11 +126,13 @@ class Copies:
             # A NoOp that waits for nothing isn't worth waiting for.
             is_immediate = before.type == op_types.NO_OP and not before.control_inputs
             if before.name in self._plan.ops:
-                names += [f'^{name}' for name in self._nodes.names.copies(before.name, towers)]
+                names += [
+                    f'^{self._nodes.names.copy(before.name, tower.number)}' for tower in towers
+                ]
             elif not is_immediate:
                 unsharded.append(before)
         if unsharded:
-            names.append(self._nodes.after(unsharded, device))
+            names.append(f'^{self._nodes.after(unsharded, device)}')
         return names
 
     def _waits_in_loop(self, op: tf.Operation, tower: Tower) -> list[str]:
@@ -189,13 +175,13 @@ class Copies:
         if isinstance(need, LocalRange):
             return self._range(tensor.dtype.base_dtype, need, tower)
 
+        if need == FULL_ON_FIRST and tower.number > 0:
+            return self._nodes.add('ZerosLike', [self._received(tensor, device)], device)
         placement = self._plan.placements.get(tensor.name)
-        if need == FULL_ON_FIRST:
-            full = self._full_operand(tensor, tower, device, or_zeros=tower.number > 0)
-            return self._nodes.add('ZerosLike', [full], device) if tower.number > 0 else full
-        if placement is not None and not isinstance(placement, (Shard, Partial, CountedByTower)):
-            return self._values.local(tensor, tower)  # It's the same on all towers.
-        return self._full_operand(tensor, tower, device)
+        differs = placement is None or isinstance(placement, (Shard, Partial, CountedByTower))
+        if differs or need == FULL_ON_FIRST:
+            return self._full_operand(tensor, tower, device)
+        return self._values.local(tensor, tower)  # It's the same on all towers.
 
     def _operand_in_loop(
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
@@ -240,40 +226,31 @@ class Copies:
         ends = [self._nodes.scalar(number, dtype) for number in (0, size, 1)]
         return self._nodes.add('Range', ends, tower.device)
 
-    def _full_operand(
-        self, tensor: tf.Tensor, tower: Tower, device: str, or_zeros: bool = False
-    ) -> str:
-        """A full value on a device; with `or_zeros` only its shape counts."""
-        dtype = tensor.dtype.base_dtype
-        source = self._values.origins.device_of_full(tensor)
-        if tensor.name not in self._plan.placements and not or_zeros:
+    def _full_operand(self, tensor: tf.Tensor, tower: Tower, device: str) -> str:
+        """A full value on a device."""
+        if tensor.name not in self._plan.placements:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
                 control_inputs = self._control_inputs(tensor.op, tower)
                 device_of_copy = self._device_for(tensor.op, tower)
                 return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
-            if self._sender.is_packed(tensor) and device != source:
+            is_sent = device != self._values.origins.device_of_full(tensor)
+            if is_sent and self._sender.is_packed(tensor):
                 return self._sender.receive_packed(tensor, device)
+        return self._everywhere.value(tensor, device) or self._received(tensor, device)
 
-        if not or_zeros:
-            value = self._everywhere.value(tensor, device)
-            if value is not None:
-                return value
-        full = self._values.full(tensor)
-        if dtype in (tf.resource, tf.variant) or graphs.is_reference_variable(tensor):
-            return full  # These can't be sent to another device.
+    def _received(self, tensor: tf.Tensor, device: str) -> str:
+        """A full value that's made on one device, on another one; or whatever can't be sent."""
+        is_handle = tensor.dtype.base_dtype in (tf.resource, tf.variant)
+        if is_handle or graphs.is_reference_variable(tensor):
+            return self._values.full(tensor)
         return self._sender.receive(tensor, device)
 
     def _function_operands(
-        self,
-        op: tf.Operation,
-        op_plan: OpPlan,
-        operands: Sequence[str],
-        tower: Tower,
-        device: str,
+        self, op: tf.Operation, operands: Sequence[str], tower: Tower, device: str
     ) -> list[str]:
         """What a copy of an op that calls functions is given: values of variables, say."""
-        operands = self._values_of_variables(op, op_plan, operands, device)
+        operands = self._values_of_variables(op, operands, device)
         function_operands = []
         for tensor, operand in zip(op.inputs, operands):
             if tensor.dtype != tf.resource:
@@ -283,15 +260,11 @@ class Copies:
         return function_operands
 
     def _values_of_variables(
-        self,
-        op: tf.Operation,
-        op_plan: OpPlan,
-        operands: Sequence[str],
-        device: str,
+        self, op: tf.Operation, operands: Sequence[str], device: str
     ) -> list[str]:
         """The operands, with the value of each variable that a loop, say, only reads."""
         values = []
-        for tensor, need, operand in zip(op.inputs, op_plan.needs, operands):
+        for tensor, need, operand in zip(op.inputs, self._plan.ops[op.name].needs, operands):
             if isinstance(need, VariableValue):
                 source = self._values.origins.device_of_full(tensor)
                 waits = self._waits.of_read(op, tensor)

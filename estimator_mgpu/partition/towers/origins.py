@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import parts_of
+from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
@@ -21,19 +22,14 @@ from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
 
 
 class Origins:
-    """Tells which full values are made of what towers have.
+    """Tells which full values are made of what towers have."""
 
-    Args:
-      first: the device of the first tower.
-      host: that of its machine.
-    """
-
-    def __init__(self, division: Division, first: str, host: str):
+    def __init__(self, division: Division):
         plan = division.plan
         self._plan = plan
         self._full_value_devices = division.full_value_devices
-        self._first = first
-        self._host = host
+        self._first = division.devices[0]
+        self._host = host_of(self._first)
         self.sources = {*(tensor.name for tensor in plan.sources), *plan.entries}
         """The names of the batch's tensors."""
         ragged = [need for need in plan.entries.values() if isinstance(need, RaggedRows)]
@@ -72,7 +68,7 @@ class Origins:
         """
         return tensor.name in self._sizes_of_local
 
-    def runs_only_if_fetched(self, op: tf.Operation) -> bool:
+    def is_only_fetched(self, op: tf.Operation) -> bool:
         """Whether others are used in place of all outputs of one of the user's ops.
 
         `only_fetched` finds further ops that no step runs, by who uses them.

@@ -117,11 +117,14 @@ def reduce(shards: Shards, values: Sequence[str], reduction: str, device: str) -
     """Reduces the towers' partial results on a device; `reduction` is that of a `Partial`."""
     if reduction == 'mean':
         return _reduce_mean(shards, values, device)
-    if shards.active is not None:
-        values = _without_empty_towers(shards, values, reduction)
-
+    values = _without_empty_towers(shards, values, reduction)
     of_chains = [_combine_chain(shards, chain, values, reduction) for chain in shards.chains]
-    return _combine_chains(shards, of_chains, reduction, device)
+    # Those of each machine are combined there first, and sent once.
+    combined = [
+        _combine(shards, [of_chains[number] for number in numbers], reduction, combining)
+        for combining, numbers in _by_machine(shards, device).items()
+    ]
+    return _combine(shards, combined, reduction, device)
 
 
 def sum_in_slices(
@@ -142,8 +145,7 @@ def sum_in_slices(
       device: where the slices are put together.
     """
     nodes = shards.nodes
-    if shards.active is not None:
-        values = _without_empty_towers(shards, values, 'sum')
+    values = _without_empty_towers(shards, values, 'sum')
     vectors = []
     for chain in shards.chains:
         running = _combine_chain(shards, chain, values, 'sum')
@@ -152,18 +154,6 @@ def sum_in_slices(
         vectors.append(exchange.Vector(vector, source, slices.position(source)))
     sums = exchange.add_up(nodes, slices, parts, vectors)
     return nodes.add('Reshape', [nodes.concat(sums, 0, device), list(shape)], device)
-
-
-def _combine_chains(shards: Shards, of_chains: Sequence[str], reduction: str, device: str) -> str:
-    """Combines the partial results of chains of towers on a device.
-
-    Those of each machine are combined there first, and sent once.
-    """
-    combined = [
-        _combine(shards, [of_chains[number] for number in numbers], reduction, combining)
-        for combining, numbers in _by_machine(shards, device).items()
-    ]
-    return _combine(shards, combined, reduction, device)
 
 
 def _by_machine(shards: Shards, device: str) -> Mapping[str, list[int]]:
@@ -230,10 +220,8 @@ def reduce_moments(
     Returns:
       The mean and the unbiased variance of all entries, which is 0 for one entry.
     """
-    if shards.active is not None:
-        means = _without_empty_towers(shards, means, 'sum')
-        variances = _without_empty_towers(shards, variances, 'sum')
-
+    means = _without_empty_towers(shards, means, 'sum')
+    variances = _without_empty_towers(shards, variances, 'sum')
     moments = [_packed(shards, chain, means, variances) for chain in shards.chains]
     counts = shards.counts
     machines = _by_machine(shards, device)
@@ -336,14 +324,15 @@ def _weights(
         return of_mean, of_variance, add('RealDiv', entries, divisor)
 
 
-def _without_empty_towers(shards: Shards, values: Sequence[str], reduction: str) -> list[str]:
-    """Replaces the results of towers without examples by the neutral element.
+def _without_empty_towers(shards: Shards, values: Sequence[str], reduction: str) -> Sequence[str]:
+    """Replaces the results of towers without examples, if there may be any, by the neutral element.
 
     It's a `where`, as what such a tower has may be inf or nan, which a product with 0 would keep.
     The first tower is left as it is: if it has no example, or is the only one that has some, it has
     computed on all there are. But it may have no rows of a selection, of which others have some.
     """
-    assert shards.active is not None
+    if shards.active is None:
+        return values
     dtype = shards.nodes.dtype(values[0])
     neutral = _neutral_element(dtype, reduction)
     kept = 0 if isinstance(shards, SelectionShards) else 1

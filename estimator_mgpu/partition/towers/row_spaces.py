@@ -31,17 +31,26 @@ from estimator_mgpu.partition.sizes import (
 from estimator_mgpu.partition.tower import Tower
 from estimator_mgpu.partition.towers import ragged_features
 from estimator_mgpu.partition.towers.origins import Origins
-from estimator_mgpu.partition.towers.shards import (
-    EqualShards,
-    SelectionShards,
-    Shards,
-    UniqueShards,
-)
+from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 
 
 class LocalAndFull(Protocol):
-    """Gives local and full values: `values.Values`."""
+    """Local and full values: `values.Values`, for the modules that it's made of itself.
+
+    Attributes:
+      division: the graph and its plan.
+      origins: tells which full values are made from local ones.
+      towers: those that have local values.
+      nodes: where nodes are added.
+      shards: which rows towers have.
+    """
+
+    division: Division
+    origins: Origins
+    towers: Sequence[Tower]
+    nodes: NodeBuilder
+    shards: ShardsOfRows
 
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor."""
@@ -61,40 +70,31 @@ class ShardsOfRows:
       sums_of_entries: how many sums of a sparse tensor's entries towers have.
     """
 
-    def __init__(
-        self,
-        division: Division,
-        origins: Origins,
-        towers: Sequence[Tower],
-        nodes: NodeBuilder,
-        values: LocalAndFull,
-    ):
-        plan = division.plan
-        self._graph = division.graph
-        self._plan = plan
-        self._origins = origins
-        self._towers = towers
-        self._nodes = nodes
+    def __init__(self, values: LocalAndFull):
+        self._graph = values.division.graph
+        self._plan = values.division.plan
+        self._origins = values.origins
+        self._towers = values.towers
+        self._nodes = values.nodes
         self._values = values
-        self.of_batch: Shards = EqualShards(
-            plan.rows, division.total, towers, nodes, self._symbol_value
-        )
-        self._shards: dict[RowSpace, Shards] = {plan.rows: self.of_batch}
-        titles = division.batch.titles_of_entries()
-        self.sums_of_entries = SumsOfEntries(
-            self._graph, nodes, self.of_batch, titles, origins.device_of_full
-        )
+        self._shards: dict[RowSpace, Shards] = {}
+        self.of_batch = self._equal_shards(self._plan.rows, values.division.total)
+        titles = values.division.batch.titles_of_entries()
+        self.sums_of_entries = SumsOfEntries(self.of_batch, titles, self._origins.device_of_full)
 
     def of(self, rows: RowSpace) -> Shards:
         """The shards of a row space: the batch's, or one of a tensor."""
         if isinstance(rows, SelectedRows) and rows not in self._shards:
             self._shards[rows] = self._shards_of_selection(rows)
         if rows not in self._shards:
-            total = self._count_rows(rows) if rows.static is None else None
-            self._shards[rows] = EqualShards(
-                rows, total, self._towers, self._nodes, self._symbol_value
-            )
+            self._equal_shards(rows, self._count_rows(rows) if rows.static is None else None)
         return self._shards[rows]
+
+    def _equal_shards(self, rows: RowSpace, total: tf.Tensor | None) -> Shards:
+        """Adds the shards of rows of which there are so many; None if the graph knows."""
+        shards = EqualShards(rows, total, self._towers, self._nodes, self._symbol_value)
+        self._shards[rows] = shards
+        return shards
 
     def _count_rows(self, rows: RowSpace) -> tf.Tensor:
         """How many rows the tensor has with which a row space starts."""
@@ -114,10 +114,9 @@ class ShardsOfRows:
             first_dim = Dim(selection.name, 0)
             sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
         origin = self.of(rows.origin)
-        if isinstance(rows, UniqueRows):
-            count_ids = functools.partial(self._count_ids, selection)
-            return UniqueShards(rows, sizes, origin, self._symbol_value, count_ids=count_ids)
-        return SelectionShards(rows, sizes, origin, self._symbol_value)
+        has_ids = isinstance(rows, UniqueRows)
+        count = functools.partial(self._count_ids, selection) if has_ids else None
+        return SelectionShards(rows, sizes, origin, count)
 
     def _count_ids(self, ids: tf.Tensor) -> str:
         """How many different ids all towers have together."""

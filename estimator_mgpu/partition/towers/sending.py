@@ -7,15 +7,11 @@ takes from another device; nodes are only added where messages are saved, or cut
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages.exchange import Handed, Vector
-from estimator_mgpu.partition.messages.packing import Pack
-from estimator_mgpu.partition.messages.slices import Slices
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.towers.values import Values
 
 
@@ -24,23 +20,14 @@ class Sender:
 
     Args:
       values: gives these.
-      packs: by the names of tensors that share a message with others.
-      slices: what is cut.
     """
 
-    def __init__(
-        self,
-        values: Values,
-        packs: Mapping[str, Pack],
-        slices: Slices,
-        devices: Sequence[str],
-        nodes: NodeBuilder,
-    ):
+    def __init__(self, values: Values):
         self._values = values
-        self._packs = packs
-        self._slices = slices
-        self._devices = devices
-        self._nodes = nodes
+        self._packs = values.packs
+        self._slices = values.slices
+        self._devices = values.division.devices
+        self._nodes = values.nodes
         self._unpacked = defaultdict[str, dict[str, str]](dict)  # by device, then by tensor
         self._handed: dict[str, Handed] = {}  # what is sent in slices, by tensor
 

@@ -21,14 +21,14 @@ from estimator_mgpu.batches.batch import number_of_rows
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.plan import Constant, FullSizes, LocalShape
 from estimator_mgpu.partition.sizes import ONE, Entry, RowSpace, SelectedRows, Size, per_row
-from estimator_mgpu.partition.tower import Chain, Tower, chains_of, divide_extent, static_extents
+from estimator_mgpu.partition.tower import Chain, Tower, chains_of, static_extents
 
 Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""
 
 
 class Shards:
-    """Shards of a row space: `EqualShards`, `SelectionShards`, or `UniqueShards`.
+    """Shards of a row space: `EqualShards` or `SelectionShards`.
 
     A tower *has* `counts` rows, and *computes on* its extent. That's the same, but for a tower
     without rows, which computes on others' rows.
@@ -53,7 +53,7 @@ class Shards:
         self.towers = towers
         self.chains = chains_of(towers)
         self.nodes = nodes
-        self._symbol_value = symbol_value
+        self.symbol_value = symbol_value
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
         # By how many entries a row has, and the tower's number.
@@ -88,8 +88,8 @@ class Shards:
 
     @functools.cached_property
     def _sizes_of_chains(self) -> Sequence[Number]:
-        """On how many rows the towers of each chain compute."""
-        return self._sizes
+        """With several turns: on how many rows the towers of each chain compute."""
+        raise NotImplementedError
 
     def extent(self, factor: Size, tower: Tower, dtype: tf.DType = tf.int32) -> Extent:
         """Where a tower's entries start, and how many there are, with `factor` entries a row."""
@@ -113,7 +113,7 @@ class Shards:
             return size.static
         value: Number = size.number
         for symbol in size.symbols:
-            value = self._multiply(value, self._symbol_value(symbol, tower, dtype))
+            value = self._multiply(value, self.symbol_value(symbol, tower, dtype))
         return value
 
     def total_as(self, dtype: tf.DType, more: int = 0) -> Number:
@@ -293,20 +293,14 @@ class EqualShards(Shards):
         symbol_value: Callable[[Any, Any, tf.DType], Number],
     ):
         super().__init__(rows, towers, nodes, symbol_value)
-        if total is None:
-            self._set_static_extents()
+        if total is None:  # There is a row for each tower, or nothing is sharded.
+            self.total = rows.static or 0
+            extents = static_extents(self.total, len(self.chains), len(self.chains[0]))
+            self._starts = [start for start, _ in extents]
+            self._sizes = [size for _, size in extents]
+            self.counts = self._sizes
         else:
             self._add_extents(total)
-
-    def _set_static_extents(self) -> None:
-        """If the number of rows is known, there is one for each tower, or nothing is sharded."""
-        self.total = self.rows.static or 0
-        of_chains = divide_extent(0, self.total, len(self.chains))
-        of_towers = static_extents(self.total, len(self.chains), len(self.chains[0]))
-        self._starts = [start for start, _ in of_towers]
-        self._sizes = [size for _, size in of_towers]
-        self._sizes_of_chains = [size for _, size in of_chains]
-        self.counts = self._sizes
 
     def _add_extents(self, total: tf.Tensor) -> None:
         """Adds ops that compute the extents from the number of rows."""
@@ -335,7 +329,8 @@ class SelectionShards(Shards):
       rows: the selection's row space.
       sizes: for each tower, how many rows it has picked of those on which it computes.
       origin: the shards that these were picked from.
-      symbol_value: as in `Shards`.
+      count: gives how many rows there are if several towers may have the same one, as of ids; None
+        if each tower's are its own.
     """
 
     def __init__(
@@ -343,15 +338,16 @@ class SelectionShards(Shards):
         rows: SelectedRows,
         sizes: Sequence[Number],
         origin: Shards,
-        symbol_value: Callable[[Any, Any, tf.DType], Number],
+        count: Callable[[], Number] | None,
     ):
-        super().__init__(rows, origin.towers, origin.nodes, symbol_value)
+        super().__init__(rows, origin.towers, origin.nodes, origin.symbol_value)
         self._sizes = sizes
         self._origin = origin
+        self._count = count
 
     @functools.cached_property
     def total(self) -> Number:
-        return self._rows_until[-1]
+        return self._rows_until[-1] if self._count is None else self._count()
 
     @functools.cached_property
     def counts(self) -> Sequence[Number]:
@@ -387,22 +383,6 @@ class SelectionShards(Shards):
             return [1] * len(self.towers)
         host = self.nodes.host
         return [self.nodes.cast(name, tf.int32, host) for name in self._origin.active]
-
-
-class UniqueShards(SelectionShards):
-    """Shards of each tower's own different ids, of which several towers may have the same one.
-
-    Args:
-      count_ids: gives how many different ids all towers have together.
-    """
-
-    def __init__(self, *args: Any, count_ids: Callable[[], Number]):
-        super().__init__(*args)
-        self._count_ids = count_ids
-
-    @functools.cached_property
-    def total(self) -> Number:
-        return self._count_ids()
 
 
 class _Extents(NamedTuple):

@@ -18,7 +18,6 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import if_same
 from estimator_mgpu.devices import host_of
-from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.plan import Padding
 from estimator_mgpu.partition.sizes import ONE, RowSpace, RowsToLast
 from estimator_mgpu.partition.tower import Tower
@@ -29,20 +28,19 @@ class SumsOfEntries:
     """How many sums towers have, and the zeros behind those of their own entries.
 
     Args:
+      shards: those of the batch.
       titles: what messages call sparse tensors, by the names of their indices.
       device_of_full: the device of a full value.
     """
 
     def __init__(
         self,
-        graph: tf.Graph,
-        nodes: NodeBuilder,
         shards: Shards,
         titles: Mapping[str, str],
         device_of_full: Callable[[tf.Tensor], str],
     ) -> None:
-        self._graph = graph
-        self._nodes = nodes
+        self._graph = shards.nodes.graph
+        self._nodes = shards.nodes
         self._shards = shards
         self._titles = titles
         self._device_of_full = device_of_full

@@ -39,12 +39,15 @@ class Values:
     """Local and full values, by the names of their tensors.
 
     Args:
-      packs: by the names of tensors that share a message with others.
       packs_of_ops: by the names of small partial sums that are reduced with others of their op.
-      slices: which sums are made in slices.
 
     Attributes:
+      division: the graph and its plan.
       origins: tells which full values are made from local ones.
+      towers: those that have local values.
+      nodes: where nodes are added.
+      packs: by the names of tensors that share a message with others.
+      slices: which full values, and which sums, are sent in slices.
       shards: which rows towers have, and the values of sizes.
       local_parts: what towers take of full values.
       full_values: the full values that were made from local ones so far, by the names of tensors.
@@ -60,24 +63,22 @@ class Values:
         towers: Sequence[Tower],
         nodes: NodeBuilder,
     ):
+        self.division = division
         self.origins = origins
-        self._graph = division.graph
+        self.towers = towers
+        self.nodes = nodes
         self._plan = division.plan
-        self._towers = towers
-        self._nodes = nodes
-        self._order = division.order
-        self._packs = packs
+        self.packs = packs
         self._packs_of_ops = packs_of_ops
-        self._slices = slices
-        self.shards = ShardsOfRows(division, origins, towers, nodes, self)
-        self.local_parts = LocalParts(division, origins, towers, nodes, self.shards, self)
-
+        self.slices = slices
+        self.shards = ShardsOfRows(self)
+        self.local_parts = LocalParts(self)
         self.full_values: dict[str, str] = {}
 
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         if tensor.name not in self.origins.sources:
-            name = self._nodes.names.copy(tensor.op.name, tower.number)
+            name = self.nodes.names.copy(tensor.op.name, tower.number)
             copy = f'{name}:{tensor.value_index}'
             op_plan = self._plan.ops.get(tensor.op.name)
             if op_plan is None or op_plan.padding is None:
@@ -94,24 +95,24 @@ class Values:
     def local_in_loop(self, tensor: tf.Tensor, tower: Tower, loops: Sequence[LoopFrame]) -> str:
         """What a tower has of a tensor in v1 loops, so that what is added of it is there, too."""
         local = self.local(tensor, tower)
-        self._nodes.place_in_frames(local, self.frames(loops, tower))
+        self.nodes.place_in_frames(local, self.frames(loops, tower))
         return local
 
     def frames(self, loops: Sequence[LoopFrame], tower: Tower) -> Frames:
         """The frames of a tower's copies of v1 loops."""
-        names = [self._nodes.names.frame(loop.name, tower.number, loop.is_joint) for loop in loops]
+        names = [self.nodes.names.frame(loop.name, tower.number, loop.is_joint) for loop in loops]
         return tuple((name, loop.parallel_iterations) for name, loop in zip(names, loops))
 
     def reduced(self, tensor: tf.Tensor, need: Reduced, loops: Sequence[LoopFrame]) -> str:
         """The reduced value of towers' partial results in joint loops, on the first device."""
-        values = [self.local_in_loop(tensor, tower, loops) for tower in self._towers]
+        values = [self.local_in_loop(tensor, tower, loops) for tower in self.towers]
         shards = self.shards.of(need.rows)
-        return reduce_and_gather.reduce(shards, values, need.reduce, self._towers[0].device)
+        return reduce_and_gather.reduce(shards, values, need.reduce, self.towers[0].device)
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch: the user's op's, or made from what towers have."""
         if self.origins.is_made_from_local(tensor) and tensor.name not in self.full_values:
-            with self._nodes.serving(tensor.op, is_for_many=tensor.name in self._packs):
+            with self.nodes.serving(tensor.op, is_for_many=tensor.name in self.packs):
                 self.full_values.update(self._make_full(tensor))
         return self.full_values.get(tensor.name, tensor.name)
 
@@ -120,20 +121,20 @@ class Values:
         name = tensor.name
         if self.origins.is_size_of_local(tensor):
             size = self.shards.size(tensor)
-            if self._order.liveness.may_be_dead(tensor.op):
+            if self.division.order.liveness.may_be_dead(tensor.op):
                 size = self._dead_as(tensor, size)
             return {name: size}
 
         placement = self._plan.placements[name]
         if not isinstance(placement, (Shard, Partial)):
-            return {name: self.local(tensor, self._towers[0])}  # It's the same on all towers.
+            return {name: self.local(tensor, self.towers[0])}  # It's the same on all towers.
 
         rows = placement.rows
         device = self.origins.device_of_full(tensor)
-        if name in self._packs:
-            return self._reduce_pack(self._packs[name], self.shards.of(rows), device)
+        if name in self.packs:
+            return self._reduce_pack(self.packs[name], self.shards.of(rows), device)
 
-        values = [self.local(tensor, tower) for tower in self._towers]
+        values = [self.local(tensor, tower) for tower in self.towers]
         if isinstance(rows, UniqueRows):
             return self._make_full_of_ids(tensor, placement, values, device)
         if isinstance(placement, Partial):
@@ -144,7 +145,7 @@ class Values:
             gathered = reduce_and_gather.gather_selection(origin, values, placement.axis, device)
             if not rows.is_ordered:
                 order = self.local_parts.order_of_entries(rows, device)
-                gathered = self._nodes.take(gathered, order, device, placement.axis)
+                gathered = self.nodes.take(gathered, order, device, placement.axis)
             return {name: gathered}
 
         dims = self._plan.sizes.dims(tensor) or []
@@ -167,24 +168,24 @@ class Values:
         if tensor.name in self._packs_of_ops:
             pack = self._packs_of_ops[tensor.name]
             return self._reduce_pack(pack, shards, device)[tensor.name]
-        values = [self.local(tensor, tower) for tower in self._towers]
+        values = [self.local(tensor, tower) for tower in self.towers]
         is_known = tensor.shape.is_fully_defined()
         if placement.reduce == 'sum' and is_known and not is_for_all:
-            parts = self._slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
+            parts = self.slices.of_sum(bytes_of(tensor), device, tensor.shape.num_elements())
             if parts:
                 return reduce_and_gather.sum_in_slices(
-                    shards, values, self._slices, parts, tensor.shape.as_list(), device
+                    shards, values, self.slices, parts, tensor.shape.as_list(), device
                 )
         return reduce_and_gather.reduce(shards, values, placement.reduce, device)
 
     def _reduce_pack(self, pack: Pack, shards: Shards, device: str) -> dict[str, str]:
         """Sums the partial sums of all tensors of a pack, as vectors."""
         vectors = []
-        for tower in self._towers:
+        for tower in self.towers:
             values = [self.local(tensor, tower) for tensor in pack.tensors]
-            vectors.append(pack.join(values, self._nodes, tower.device))
+            vectors.append(pack.join(values, self.nodes, tower.device))
         total = reduce_and_gather.reduce(shards, vectors, 'sum', device)
-        return pack.split(total, self._nodes, device)
+        return pack.split(total, self.nodes, device)
 
     def _reduce_moments(self, tensor: tf.Tensor, rows: RowSpace, device: str) -> str:
         """The mean or the variance of the batch's channels, made from those of the shards.
@@ -193,8 +194,8 @@ class Values:
         """
         op = tensor.op
         mean, variance = op.outputs[op_types.MOMENT_OUTPUTS]
-        means = [self.local(mean, tower) for tower in self._towers]
-        variances = [self.local(variance, tower) for tower in self._towers]
+        means = [self.local(mean, tower) for tower in self.towers]
+        variances = [self.local(variance, tower) for tower in self.towers]
 
         # How many entries a channel of an example has.
         first, *others = self._plan.sizes.dims(op.inputs[0]) or []
@@ -216,10 +217,10 @@ class Values:
         rows = placement.rows
         assert isinstance(rows, UniqueRows)
         origin = self.shards.of(rows.origin)
-        ids = self._graph.get_tensor_by_name(rows.name)
+        ids = self.division.graph.get_tensor_by_name(rows.name)
         merged = unique_ids.merge(
             origin,
-            [self.local(ids, tower) for tower in self._towers],
+            [self.local(ids, tower) for tower in self.towers],
             rows.is_sorted,
             self._first_entries(rows, ids),
             self.origins.device_of_full(ids),
@@ -238,15 +239,15 @@ class Values:
             return []
         _, places = ids.op.outputs
         firsts = []
-        for tower in self._towers:
+        for tower in self.towers:
             local = self.local(ids, tower)
-            count = self._nodes.add('Size', [local], tower.device, out_type=tf.int32)
+            count = self.nodes.add('Size', [local], tower.device, out_type=tf.int32)
             inputs = [
                 self.local_parts.numbers(rows.picked_from, tower),
                 self.local(places, tower),
                 count,
             ]
-            firsts.append(self._nodes.add('UnsortedSegmentMin', inputs, tower.device))
+            firsts.append(self.nodes.add('UnsortedSegmentMin', inputs, tower.device))
         return firsts
 
     def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
@@ -255,9 +256,9 @@ class Values:
         Else what follows would run and draw random numbers, and would draw others in the next step
         than on one device.
         """
-        tower = self._towers[0]
+        tower = self.towers[0]
         operand = next(o for o in tensor.op.inputs if o.name in self._plan.placements)
         local = self.local(operand, tower)
-        asked = self._nodes.add('Shape', [local], tower.device, out_type=tf.int32)
+        asked = self.nodes.add('Shape', [local], tower.device, out_type=tf.int32)
         is_alive = f'^{asked.partition(":")[0]}'
-        return self._nodes.add('Identity', [size, is_alive], self._nodes.host)
+        return self.nodes.add('Identity', [size, is_alive], self.nodes.host)

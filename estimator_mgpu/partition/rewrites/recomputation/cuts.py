@@ -42,10 +42,6 @@ class Activation(NamedTuple):
     bytes: int
     is_needed: bool
 
-    def crosses(self, cut: int) -> bool:
-        """Whether it's made before a cut and used after it."""
-        return self.made <= cut < self.last_use
-
 
 def choose_cuts(activations: Sequence[Activation], count: int, fixed: int) -> list[int]:
     """The positions behind which to cut, in order; none if that saves too little.
@@ -123,18 +119,14 @@ def _cuts_within(budget: float, profile: _Profile) -> list[int]:
         cut = min(range(first, end), key=profile.costs)
         cuts.append(cut)
         before = needed_until[cut]
-        room = budget - _bytes_kept(profile.activations, cuts)
+        room = budget - sum(one.bytes for one in profile.activations if crosses_any(one, cuts))
     return cuts
-
-
-def _bytes_kept(activations: Sequence[Activation], cuts: Sequence[int]) -> int:
-    return sum(activation.bytes for activation in activations if crosses_any(activation, cuts))
 
 
 def crosses_any(activation: Activation, cuts: Sequence[int]) -> bool:
     """Whether an activation crosses one of some cuts, which are in order."""
     first = bisect_left(cuts, activation.made)  # of the cuts behind it
-    return first < len(cuts) and activation.crosses(cuts[first])
+    return first < len(cuts) and cuts[first] < activation.last_use
 
 
 def segment_of(position: int, cuts: Sequence[int]) -> int:

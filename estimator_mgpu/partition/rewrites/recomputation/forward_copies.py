@@ -51,8 +51,22 @@ def add_copies(
       The copy of each op.
     """
     scope = graph.unique_name('recompute')
-    operands = _operands_behind_barriers(originals, forward, gradients, scope)
-    _import_copies(graph, operands, forward, scope)
+    graph_def = tf.GraphDef(versions=graph.graph_def_versions)
+    used: dict[str, tf.Tensor] = {}  # what exists already, by name
+    for op, operands in _operands_behind_barriers(originals, forward, gradients, scope).items():
+        node = graph_def.node.add()
+        node.CopyFrom(op.node_def)
+        node.name = f'{scope}/{op.name}'
+        node.attr.pop('_class', None)
+        del node.input[:]
+        for operand in operands:
+            if forward.is_kept(operand):
+                node.input.append(operand.name)
+                used[operand.name] = operand
+            else:
+                node.input.append(f'{scope}/{operand.name}')
+    with graph.as_default(), tf.control_dependencies(None), tf.device(None):
+        tf.import_graph_def(graph_def, used, name='')
 
     copies = {}
     for op in originals:
@@ -84,7 +98,8 @@ def _operands_behind_barriers(
         if not all(map(forward.is_kept, operands)):
             continue  # It waits for another copy.
 
-        position = _first_of_batch(operands, forward)
+        # A forward op has an operand that depends on the batch.
+        position = next(i for i, operand in enumerate(operands) if forward.is_of_batch(operand))
         segment = forward.segment(op)
         key = (segment, operands[position].name)
         if key not in barriers:
@@ -92,44 +107,6 @@ def _operands_behind_barriers(
             barriers[key] = _barrier(operands[position], gradients[segment], name)
         operands[position] = barriers[key]
     return operands_of
-
-
-def _first_of_batch(operands: Sequence[tf.Tensor], forward: Forward) -> int:
-    """The position of the first operand that depends on the batch; a forward op has one."""
-    return next(i for i, operand in enumerate(operands) if forward.is_of_batch(operand))
-
-
-def _import_copies(
-    graph: tf.Graph,
-    operands: dict[tf.Operation, list[tf.Tensor]],
-    forward: Forward,
-    scope: str,
-) -> None:
-    """Adds copies of ops to a graph, which use each other where an operand isn't kept.
-
-    Args:
-      graph: to which they are added.
-      operands: those of each op, with barriers.
-      forward: tells what is kept.
-      scope: the name scope of the copies.
-    """
-    graph_def = tf.GraphDef(versions=graph.graph_def_versions)
-    used: dict[str, tf.Tensor] = {}  # what exists already, by name
-    for op, operands_of_copy in operands.items():
-        node = graph_def.node.add()
-        node.CopyFrom(op.node_def)
-        node.name = f'{scope}/{op.name}'
-        node.attr.pop('_class', None)
-        del node.input[:]
-        for operand in operands_of_copy:
-            if forward.is_kept(operand):
-                node.input.append(operand.name)
-                used[operand.name] = operand
-            else:
-                node.input.append(f'{scope}/{operand.name}')
-
-    with graph.as_default(), tf.control_dependencies(None), tf.device(None):
-        tf.import_graph_def(graph_def, used, name='')
 
 
 def _barrier(tensor: tf.Tensor, gradients: Sequence[tf.Operation], name: str) -> tf.Tensor:

@@ -23,10 +23,7 @@ In: the graph, and what a step computes. Out: the same graph, in which the gradi
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
 from typing import NamedTuple
-
-import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.rewrites.recomputation.forward_copies import (
@@ -52,24 +49,9 @@ class Recomputation(NamedTuple):
     share: float
 
 
-def recompute_activations(
-    graph: tf.Graph,
-    inputs: Sequence[tf.Tensor],
-    loss: tf.Tensor,
-    results: Sequence[tf.Tensor | tf.Operation],
-    existing_ops: Set[str],
-) -> Recomputation:
-    """Lets the gradients of a step use copies of forward ops.
-
-    Args:
-      graph: the graph that the model_fn has built.
-      inputs: the tensors of the batch.
-      loss: what is minimized, or one of several losses.
-      results: what a step is run for.
-      existing_ops: names of ops that were there before the model_fn, which stay as they are.
-    """
-    step = StepOps(inputs, loss, results, existing_ops)
-    order = Order(graph)
+def recompute_activations(step: StepOps) -> Recomputation:
+    """Lets the gradients of a step use copies of forward ops."""
+    order = Order(step.graph)
     forward = Forward(step, order)
     uses = uses_of_copies(step, forward)
     gradients = gradients_before_segments(step, uses, forward, order)
@@ -79,11 +61,11 @@ def recompute_activations(
     originals = ops_to_copy(uses, forward)
     if not originals:
         return Recomputation(0, 0.0)
-    copies = add_copies(graph, originals, forward, gradients)
+    copies = add_copies(step.graph, originals, forward, gradients)
     for use in uses:
         copy = copies[use.operand.op]
         private.set_input(use.op, use.position, copy.outputs[use.operand.value_index])
-    let_writes_wait(graph, copies, order)
+    let_writes_wait(step.graph, copies, order)
 
     bytes_of_copies = forward.bytes_of_roots([use.operand for use in uses])
     return Recomputation(len(copies), bytes_of_copies / forward.needed_bytes)

@@ -20,9 +20,10 @@ class StepOps:
       inputs: the tensors of the batch.
       loss: what is minimized, or one of several losses.
       results: what a step is run for.
-      existing_ops: names of ops that were there before the model_fn.
+      existing_ops: names of ops that were there before the model_fn, which stay as they are.
 
     Attributes:
+      graph: the graph that the model_fn has built.
       inputs: the names of the tensors of the batch.
       ops: all of them.
       forward: those that depend on the values of the batch, rather than only on its shapes, but not
@@ -38,6 +39,7 @@ class StepOps:
         results: Sequence[tf.Tensor | tf.Operation],
         existing_ops: Set[str],
     ):
+        self.graph = loss.graph
         self.inputs = {tensor.name for tensor in inputs}
         of_loss = graphs.ancestors([loss.op])
         ends = [getattr(result, 'op', result) for result in results]
