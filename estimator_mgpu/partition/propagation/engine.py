@@ -8,7 +8,7 @@ until there is no such op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -55,7 +55,6 @@ def propagate(
     order: Sequence[OpOrLoop],
     batch: RowSpace,
     rules: dict[str, Rule],
-    heavy: Container[str],
     unused: Set[str],
     reasons: Mapping[str, str],
     may_be_dead: Callable[[tf.Tensor], bool] = lambda _: False,
@@ -70,7 +69,6 @@ def propagate(
         in the place of its ops.
       batch: the batch's row space.
       rules: by type of op.
-      heavy: types of ops that are worth sharding along other row spaces than the batch's.
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
       may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
@@ -86,7 +84,7 @@ def propagate(
     while True:
         scope = Scope(
             batch,
-            Rules(rules, CALL_RULES, heavy),
+            Rules(rules, CALL_RULES),
             Sizes(),
             reduced=reduced,
             run_once=run_once,

@@ -35,11 +35,7 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.propagation.decisions import (
-    decide,
-    kept_partial,
-    kept_partial_decision,
-)
+from estimator_mgpu.partition.propagation.decisions import decide, decide_kept_partial
 from estimator_mgpu.partition.propagation.reasons import default_reason
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
@@ -213,9 +209,16 @@ class FunctionBody:
 
     def _visit_with_partial(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower that is given partial results, or raises NotSharded."""
-        partial = self._kept_partial(op, placements)
-        if partial is not None:
-            self._record(op, kept_partial_decision(op, placements, partial))
+        kept = decide_kept_partial(op, placements)
+        if kept is None and self.scope.assumes:
+            # What is replicated now may turn out to be a partial sum as well. The last visit, which
+            # assumes nothing, finds out if it doesn't.
+            partial_sum = Partial('sum', self.scope.batch)
+            kept = decide_kept_partial(
+                op, [partial_sum if one == REPLICATE else one for one in placements]
+            )
+        if kept is not None:
+            self._record(op, kept)
             return
         if not self.scope.is_joint:
             raise NotSharded(f'in it, {op.name} needs a sum over all examples')
@@ -235,20 +238,6 @@ class FunctionBody:
         for tensor in op.inputs:
             if isinstance(self.scope.placement_of(tensor), Partial):
                 self.scope.reduced.add(tensor.name)
-
-    def _kept_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
-        """As `kept_partial`. What is replicated now may turn out to be a partial sum as well.
-
-        The last visit, which assumes nothing, finds out if it doesn't.
-        """
-        partial = kept_partial(op, placements)
-        if partial is None and self.scope.assumes:
-            partial_sum = Partial('sum', self.scope.batch)
-            assumed = [
-                partial_sum if placement == REPLICATE else placement for placement in placements
-            ]
-            partial = kept_partial(op, assumed)
-        return partial
 
     def _record(self, op: OpOrLoop, decision: Decision) -> None:
         """Notes that an op runs on every tower, if its inputs can be had in the forms it needs."""

@@ -69,7 +69,7 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     }
     functions = CalledFunctions(scope, [body_graph], op.inputs, placements, unchanged)
     if any(isinstance(placement, RowList) for placement in placements):
-        return decide_row_loop(functions, condition, op, placements)
+        return decide_row_loop(functions, condition)
 
     body = _find_fixed_point(functions)
     output_dims = _output_dims(functions, body, op.outputs, body_graph.outputs, are_variables=True)
@@ -112,7 +112,7 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
         functions = CalledFunctions(
             scope, [loop.body], loop.inputs, placements, loop.body.unchanged
         )
-        return decide_v1_row_loop(functions, loop, loop.body, placements)
+        return decide_v1_row_loop(functions, loop)
 
     try:
         return _decide_v1_loop(scope, loop, loop.body, placements, is_joint=False)

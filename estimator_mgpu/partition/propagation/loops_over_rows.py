@@ -33,14 +33,13 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import plan_of_repeated
-from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import lists
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated
-from estimator_mgpu.tf_internals.v1_loops import LoopBody, OpOrLoop, V1Loop, passed_on
+from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
 _ACCESSES = (*op_types.LIST_READS, *op_types.LIST_WRITES)
 
@@ -72,33 +71,25 @@ class RowLoop:
     """A loop that is given lists with an element for each row.
 
     Args:
-      arguments: with which its variables and constants begin.
+      functions: whose only body is the loop's.
+      condition: the loop's condition.
       goes_on: the condition's result.
-      results: what the variables and constants are after a step.
+      body: the loop's body.
 
     Raises:
       NotSharded: if a step may depend on another one, or on its number.
     """
 
-    def __init__(
-        self,
-        arguments: Sequence[tf.Tensor],
-        placements: Sequence[Placement],
-        condition: Part,
-        goes_on: tf.Tensor,
-        body: Part,
-        results: Sequence[tf.Tensor],
-        scope: Scope,
-    ):
-        if scope.in_function:
+    def __init__(self, functions: CalledFunctions, condition: Part, goes_on: tf.Tensor, body: Part):
+        if functions.scope.in_function:
             raise NotSharded('a loop over rows is in another loop or function')
-        self._arguments = arguments
-        self._placements = placements
+        self._functions = functions
+        self._arguments = functions.arguments
         self._condition = condition
         self._body = body
-        self._results = results
-        self._sizes = scope.sizes
-        self.row_list = next(one for one in placements if isinstance(one, RowList))
+        self._results = functions.bodies[0].outputs  # what the variables are after a step
+        self._sizes = functions.scope.sizes
+        self.row_list = next(one for one in functions.placements if isinstance(one, RowList))
         self.lists: dict[int, RowList] = {}  # by index
         self.flows: set[int] = set()  # indices of what orders the ops on TensorArrays
         self.limits: set[int] = set()  # indices of what is the number of steps
@@ -151,7 +142,7 @@ class RowLoop:
 
     def _find_lists(self) -> None:
         """Finds the lists of rows, and those new ones that steps write to."""
-        for index, placement in enumerate(self._placements):
+        for index, placement in enumerate(self._functions.placements):
             if isinstance(placement, RowList):
                 self.lists[index] = placement
             elif isinstance(placement, NotGatherable) and placement != FLOW:
@@ -255,13 +246,17 @@ class RowLoop:
 
     # What follows.
 
-    def need(self, index: int, otherwise: Need | None) -> Need:
-        """The form of an argument; `otherwise` if it's neither a list nor a limit."""
-        if index in self.limits:
-            return self.local_limit()
-        if index in self.lists or index in self.flows:
-            return LOCAL
-        return otherwise or FULL
+    def needs(self, readers: Sequence[Any]) -> list[Need]:
+        """The forms of the arguments; of those that `readers` only read, the values."""
+        needs: list[Need] = []
+        for index in range(len(self._arguments)):
+            if index in self.limits:
+                needs.append(self.local_limit())
+            elif index in self.lists or index in self.flows:
+                needs.append(LOCAL)
+            else:
+                needs.append(self._functions.variable_value(readers, index) or FULL)
+        return needs
 
     def local_limit(self) -> LocalShape:
         """The number of steps that a tower makes."""
@@ -288,57 +283,31 @@ class RowLoop:
         return None if index is None else self.lists.get(index)
 
 
-def decide_row_loop(
-    functions: CalledFunctions, condition: Any, op: tf.Operation, placements: Sequence[Placement]
-) -> Decision:
+def decide_row_loop(functions: CalledFunctions, condition: Any) -> Decision:
     """Decides how a `While` runs that is given lists with an element for each row.
 
     Args:
       functions: whose only body is the loop's.
       condition: the function of the loop's condition.
-      op: the loop.
 
     Raises:
       NotSharded: if it has to run once.
     """
-    [body] = functions.bodies
-    parts = [Part(graph.inputs, graph.get_operations()) for graph in (condition, body)]
-    loop = RowLoop(
-        op.inputs,
-        placements,
-        parts[0],
-        condition.outputs[0],
-        parts[1],
-        body.outputs,
-        functions.scope,
-    )
-    indices = range(len(op.inputs))
-    readers = [condition, body]
-    needs = [loop.need(index, functions.variable_value(readers, index)) for index in indices]
-    plan = OpPlan(tuple(needs), functions=[loop.plans(part.ops) for part in parts])
+    graphs = [condition, *functions.bodies]
+    parts = [Part(graph.inputs, graph.get_operations()) for graph in graphs]
+    loop = RowLoop(functions, parts[0], condition.outputs[0], parts[1])
+    plan = OpPlan(tuple(loop.needs(graphs)), functions=[loop.plans(part.ops) for part in parts])
+    indices = range(len(functions.arguments))
     return Decision(plan, [loop.placement(index) for index in indices], lists=loop.new_lists())
 
 
-def decide_v1_row_loop(
-    functions: CalledFunctions, loop: V1Loop, body: LoopBody, placements: Sequence[Placement]
-) -> Decision:
-    """The same for a loop of TensorFlow 1."""
+def decide_v1_row_loop(functions: CalledFunctions, loop: V1Loop) -> Decision:
+    """The same for a loop of TensorFlow 1, whose condition is a part of its body."""
+    [body] = functions.bodies
     part = Part(body.inputs, body.ops)
-    row_loop = RowLoop(
-        loop.inputs,
-        placements,
-        part._replace(ops=[]),
-        body.condition,
-        part,
-        body.outputs,
-        functions.scope,
-    )
-    needs = [
-        row_loop.need(index, functions.variable_value([body], index))
-        for index in range(len(loop.inputs))
-    ]
-    plans = row_loop.plans(loop.all_ops)
-    plans.update(plans_of_reads(loop, needs))
+    row_loop = RowLoop(functions, part._replace(ops=[]), body.condition, part)
+    needs = row_loop.needs([body])
+    plans = {**row_loop.plans(loop.all_ops), **plans_of_reads(loop, needs)}
     indices = [part.index_of(result) for result in body.results]
     return Decision(
         OpPlan(tuple(needs), functions=[plans]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Optional
 
@@ -36,7 +36,6 @@ class Rules(NamedTuple):
 
     of_ops: Mapping[str, Rule]
     of_calls: Mapping[str, CallRule]  # loops, branches and calls, those of TensorFlow 1, too
-    heavy: Container[str]  # worth sharding along row spaces that aren't the batch's
 
 
 class EqualNames:

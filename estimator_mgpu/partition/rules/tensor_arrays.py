@@ -61,33 +61,6 @@ _GETS = {'StackPopV2': 0, 'TensorArrayGatherV3': 1, 'TensorArrayReadV3': 0}
 _STACK_OPS = ('StackPopV2', 'StackPushV2')  # the ops that have no flow
 
 
-def decide(
-    op: tf.Operation,
-    placements: Sequence[Placement],
-    batch: RowSpace,
-    sizes: Sizes,
-    in_function: bool,
-    assumes: bool,
-) -> Decision | None:
-    """How an op on a TensorArray or a stack is sharded; None if it has to run once.
-
-    Args:
-      op: one whose first input is a handle.
-      placements: of the op's inputs; the handle's is that of the list.
-      batch: the batch's row space.
-      sizes: where the sizes of an element that is a shape are recorded.
-      in_function: whether the op is in a loop, which towers have copies of: then all lists that
-        are used there are towers' own.
-      assumes: whether the loop is visited again if the op changes the list's placement.
-    """
-    decision = _ListOp(op, placements, batch, sizes, in_function, assumes).decision()
-    if decision is None or op.type in _STACK_OPS:
-        return decision
-    # The list is the tower's own, and so is the flow by which the op comes after those before it.
-    flow = op.inputs[-1]
-    return decision._replace(lists=[*decision.lists, (flow, FLOW)])
-
-
 def new_list(op: tf.Operation, placement: Placement) -> OpPlan:
     """How each tower makes a list of its own.
 
@@ -113,8 +86,18 @@ def _local_attrs(op: tf.Operation, placement: Placement) -> dict[str, LocalShape
 
 
 @dataclass
-class _ListOp:
-    """An op, with what `decide` is told of it."""
+class HandleOp:
+    """An op on a TensorArray or a stack.
+
+    Attributes:
+      op: one whose first input is a handle.
+      placements: of the op's inputs; the handle's is that of the list.
+      batch: the batch's row space.
+      sizes: where the sizes of an element that is a shape are recorded.
+      in_function: whether the op is in a loop, which towers have copies of: then all lists that
+        are used there are towers' own.
+      assumes: whether the loop is visited again if the op changes the list's placement.
+    """
 
     op: tf.Operation
     placements: Sequence[Placement]
@@ -128,8 +111,16 @@ class _ListOp:
         """The placement of the list. It's replicated if nothing is known of the list so far."""
         return self.placements[0]
 
-    def decision(self) -> Decision | None:
-        """How the op is sharded, but for its flow."""
+    def decide(self) -> Decision | None:
+        """How the op is sharded; None if it has to run once."""
+        decision = self._decide_but_flow()
+        if decision is None or self.op.type in _STACK_OPS:
+            return decision
+        # The list is the tower's own, and so is the flow by which the op comes after others.
+        flow = self.op.inputs[-1]
+        return decision._replace(lists=[*decision.lists, (flow, FLOW)])
+
+    def _decide_but_flow(self) -> Decision | None:
         if self.op.type in PUTS:
             return self._put()
         if self.current == REPLICATE and not self.in_function:
