@@ -211,7 +211,8 @@ def _check_repeatable(
     except AssertionError as error:
         with tf.Graph().as_default():
             _, outputs = _call(function, arrays)
-            ops = [op for op in op_calls.ops_of(outputs) if has_side_effect(op)]
+            needed = op_calls.ops_of(op_calls.inlined(outputs))
+            ops = [op for op in needed if has_side_effect(op)]
         names = ', '.join(f'{op.name!r} (a {op.type})' for op in ops)
         cause = f'These ops draw random numbers, call Python or have a state: {names}.'
         if not ops:

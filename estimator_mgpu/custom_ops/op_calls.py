@@ -73,14 +73,6 @@ def may_be_sizes(value: Any) -> bool:
     return value.ndim < 2 and value.size <= _MOST_SIZES
 
 
-def ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """The ops that tensors need, in the order in which they were made.
-
-    Calls of functions are replaced by the functions' ops, which are added to the default graph.
-    """
-    return _ops_of(_inlined(outputs))
-
-
 def calls_of(
     outputs: Sequence[tf.Tensor],
     feed: dict[tf.Tensor, np.ndarray],
@@ -95,11 +87,11 @@ def calls_of(
       towers: how many devices the session has.
       types: the types of the ops to be tried.
     """
-    outputs = _inlined(outputs)
+    outputs = inlined(outputs)
     liveness = Liveness(tf.get_default_graph().get_operations())
     ops = [
         op
-        for op in _ops_of(outputs)
+        for op in ops_of(outputs)
         if op.type in types and _can_be_tried(op) and liveness.always_runs(op)
     ]
 
@@ -121,14 +113,15 @@ def calls_of(
     return list(calls.values())
 
 
-def _inlined(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Inlines calls of functions; returns what is used in place of tensors."""
+def inlined(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Inlines calls of functions in the default graph; returns what is used in place of tensors."""
     division = Division(tf.get_default_graph())
     inline_calls(division)
     return [division.replaced.get(tensor.name, tensor) for tensor in outputs]
 
 
-def _ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
+def ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The ops that tensors need, in the order in which they were made."""
     needed = graphs.ancestors([tensor.op for tensor in outputs])
     return sorted(needed, key=private.creation_index)
 

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import RULES, has_rule
-from estimator_mgpu.partition.rules.notation import Rule, parse
+from estimator_mgpu.partition.rules.notation import Rule, parse, word_for_each
 from estimator_mgpu.tf_internals import private
 from estimator_mgpu.tf_internals.effects import is_declared_stateful
 
@@ -102,9 +102,9 @@ def _check_number_of_words(op_type: str, text: str, definition: Any) -> None:
     rule = parse(text)
     try:
         if not _has_list(definition.input_arg):
-            rule.words_of_inputs(len(definition.input_arg))
+            word_for_each(rule.inputs, len(definition.input_arg), 'inputs')
         if not _has_list(definition.output_arg):
-            rule.words_of_outputs(len(definition.output_arg))
+            word_for_each(rule.outputs, len(definition.output_arg), 'outputs')
     except ValueError as error:
         raise ValueError(
             f'{text!r} is no rule for {op_type}: {error}. Give a word for each.'

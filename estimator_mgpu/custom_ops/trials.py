@@ -22,7 +22,7 @@ from estimator_mgpu.partition.once_devices import place_ops
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.propagation.engine import propagate
-from estimator_mgpu.partition.rules import HEAVY, RULES
+from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
 from estimator_mgpu.tf_internals.error_messages import reason
@@ -81,8 +81,8 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
     try:
         trials.append(Trial(dimension, on_one_device))
         trials.append(Trial(dimension, on_one_device, is_static=True))
-    except _NotTaken:
-        pass
+    except ValueError:
+        pass  # The op takes no more than the only entry that it was given.
     if len(dimension.axes) + len(dimension.positions) == 1:
         return trials
 
@@ -91,10 +91,6 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
         if _broadcasts(dimension, [index]):
             trials.append(Trial(dimension, on_one_device, unsharded=index, has_one_entry=True))
     return trials
-
-
-class _NotTaken(Exception):
-    """An op takes no more than the only entry that it was given along a dimension."""
 
 
 class _Counts(NamedTuple):
@@ -121,7 +117,7 @@ class Trial:
       has_one_entry: whether that input has one entry instead, which the graph knows.
 
     Raises:
-      _NotTaken: if TensorFlow doesn't make the op of inputs of these sizes.
+      ValueError: if TensorFlow doesn't make the op of inputs of these sizes.
     """
 
     def __init__(
@@ -142,10 +138,7 @@ class Trial:
         self._dynamic: dict[int, tf.Tensor] = {}  # the unsharded input, if its size isn't known
 
         inputs = [self._input(index) for index in range(len(dimension.call.values))]
-        try:
-            self.op = copy_of(dimension.call.op, inputs)
-        except ValueError as error:  # TensorFlow's, of shapes
-            raise _NotTaken from error
+        self.op = copy_of(dimension.call.op, inputs)
 
     def _input(self, index: int) -> tf.Tensor:
         """What the copy is given for an input."""
@@ -234,13 +227,9 @@ class Trial:
 
     def _run_on_one_device(self, session: tf.Session, values: Sequence[Any]) -> list[Any]:
         """What those outputs of the op are that anything uses."""
-        feed = {}
-        for tensor, value in zip(self._on_one_device.inputs, values):
-            if value is not None:
-                feed[tensor] = value
-        return session.run(
-            [self._on_one_device.outputs[index] for index in self._dimension.call.used], feed
-        )
+        op = self._on_one_device
+        feed = {tensor: value for tensor, value in zip(op.inputs, values) if value is not None}
+        return session.run([op.outputs[index] for index in self._dimension.call.used], feed)
 
     def _compare(
         self,
@@ -355,7 +344,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     devices = [f'/device:CPU:{i}' for i in range(towers)]
     results = [trial.op for trial in trials]
     division = Division(graph, total=total, devices=devices, results=results)
-    division.plan = propagate(sources, [], ops, rows, RULES, HEAVY, frozenset(), {})
+    division.plan = propagate(sources, [], ops, rows, RULES, frozenset(), {})
     place_ops(division)
     division.order = Order(graph)
     return build_towers(division)

@@ -19,7 +19,7 @@ from estimator_mgpu import optimizer, steps
 from estimator_mgpu.batches.batch import RANK_REMEDY
 from estimator_mgpu.errors import user_lines
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.micro_batches.schedule import Join, Schedule
+from estimator_mgpu.partition.micro_batches.schedule import Join
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.reports import pictures
@@ -265,15 +265,9 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             sent=bytes_between(moved),
             recomputation=step.recomputation,
             microbatches=step.microbatches,
-            **_of_schedule(step.schedule),
+            chained=step.schedule.chainable if step.schedule else 0.0,
+            before=list(step.schedule.joins) if step.schedule else (),
         )
-
-
-def _of_schedule(schedule: Schedule | None) -> dict[str, Any]:
-    """What an `Explanation` says of micro-batches."""
-    if schedule is None:
-        return {}
-    return dict(chained=schedule.chainable, before=list(schedule.joins))
 
 
 def _build_for_training(estimator: Any, input_fn: Callable[..., Any], graph: tf.Graph) -> Any:

@@ -70,9 +70,8 @@ class Verification(NamedTuple):
     def __str__(self) -> str:
         width = max((len(d.what) for d in self.differences), default=0)
         lines = []
-        for mode, what, relative, exact in self.differences:
-            lines.append(f'{mode:5} {what:{width}} {relative:8.1e} {"ok" if exact else "DIFFERS"}')
-
+        for mode, what, relative, verdict in self._rows():
+            lines.append(f'{mode:5} {what:{width}} {relative:>8} {verdict}')
         lines.append(self._summary())
         for pair in self.open_pairs:
             lines.append(_LEFT_OPEN % (pair.first, pair.second, pair.state))
@@ -85,16 +84,20 @@ class Verification(NamedTuple):
 
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
-        rows = []
-        for mode, what, relative, exact in self.differences:
-            rows.append([mode, what, f'{relative:.1e}', 'ok' if exact else 'DIFFERS'])
         left_open = [[pair.state, pair.first, pair.second] for pair in self.open_pairs]
         return html_of(
             [
-                Table(self._summary(), ['mode', 'value', 'difference', ''], rows),
+                Table(self._summary(), ['mode', 'value', 'difference', ''], self._rows()),
                 Table('The model leaves the order open.', ['of', 'first', 'then'], left_open),
             ]
         )
+
+    def _rows(self) -> list[list[str]]:
+        """The cells of the table."""
+        return [
+            [mode, what, f'{relative:.1e}', 'ok' if exact else 'DIFFERS']
+            for mode, what, relative, exact in self.differences
+        ]
 
     def _summary(self) -> str:
         wrong = sum(not d.exact for d in self.differences)
