@@ -107,7 +107,7 @@ class Trial:
       op: the copy.
       static: how many examples there are, if the graph knows.
       examples: a placeholder with as many entries, of which shapes take the number.
-      sources: by the inputs that are sharded, placeholders with the examples along dimension 0.
+      sources: placeholders with the examples along dimension 0: `examples`, and those of inputs.
 
     Args:
       on_one_device: does what the op does with whatever is fed.
@@ -130,15 +130,15 @@ class Trial:
     ):
         self.static = dimension.tried if is_static else None
         self.examples = tf.placeholder(tf.float32, [self.static], 'rows')
-        self.sources: dict[int, tf.Tensor] = {}
         self._dimension = dimension
         self._on_one_device = on_one_device
         self._unsharded = unsharded
         self._has_one_entry = has_one_entry
-        self._dynamic: dict[int, tf.Tensor] = {}  # the unsharded input, if its size isn't known
-
+        self._placeholders: dict[int, tf.Tensor] = {}  # by input, with the examples first
         inputs = [self._input(index) for index in range(len(dimension.call.values))]
         self.op = copy_of(dimension.call.op, inputs)
+        self.sources = [self.examples]
+        self.sources += [p for index, p in self._placeholders.items() if index != unsharded]
 
     def _input(self, index: int) -> tf.Tensor:
         """What the copy is given for an input."""
@@ -153,28 +153,14 @@ class Trial:
             return tf.cast(tf.reshape(tf.stack(entries), value.shape), dtype)
         if index not in dimension.axes:
             return tf.constant(value, dtype)
-        if index == self._unsharded:
-            return self._unsharded_input(index, dtype)
-        return self._sharded_input(index, dtype)
-
-    def _unsharded_input(self, index: int, dtype: tf.DType) -> tf.Tensor:
-        dimension = self._dimension
-        if self._has_one_entry:
+        if index == self._unsharded and self._has_one_entry:
             return tf.constant(dimension.input_with(index, 1), dtype)
-        shape: list[int | None] = list(dimension.call.values[index].shape)
-        shape[dimension.axes[index]] = None
-        self._dynamic[index] = tf.placeholder(dtype, shape)
-        return self._dynamic[index]
 
-    def _sharded_input(self, index: int, dtype: tf.DType) -> tf.Tensor:
-        """A batch, transposed so that its examples are along the dimension."""
-        axis = self._dimension.axes[index]
-        shape = self._dimension.call.values[index].shape
-        other_axes = [other for other in range(len(shape)) if other != axis]
-        other_sizes = [shape[other] for other in other_axes]
-
-        source = tf.placeholder(dtype, [self.static, *other_sizes])
-        self.sources[index] = source
+        # A batch, transposed so that its examples are along the dimension.
+        axis = dimension.axes[index]
+        other_axes = [other for other in range(value.ndim) if other != axis]
+        source = tf.placeholder(dtype, [self.static, *[value.shape[other] for other in other_axes]])
+        self._placeholders[index] = source
         return tf.transpose(source, np.argsort([axis, *other_axes])) if axis else source
 
     def run(self, session: tf.Session, divided: Towers) -> None:
@@ -242,8 +228,6 @@ class Trial:
         """Compares what the op gives on towers with what it gave on one device.
 
         Args:
-          session: one for the graph with the copies.
-          divided: the towers of all copies.
           counts: the sizes.
           expected: the outputs on one device.
           values: the op's inputs.
@@ -278,10 +262,8 @@ class Trial:
     def _feed(self, counts: _Counts, values: Sequence[Any]) -> dict[tf.Tensor, Any]:
         """What is fed for the op's inputs, with examples along dimension 0."""
         feed: dict[tf.Tensor, Any] = {self.examples: np.zeros(counts.examples)}
-        for index, source in self.sources.items():
-            feed[source] = np.moveaxis(values[index], self._dimension.axes[index], 0)
-        for index, placeholder in self._dynamic.items():
-            feed[placeholder] = values[index]
+        for index, placeholder in self._placeholders.items():
+            feed[placeholder] = np.moveaxis(values[index], self._dimension.axes[index], 0)
         return feed
 
     def _run_on_towers(
@@ -336,7 +318,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     graph = tf.get_default_graph()
     sources = []
     for trial in trials:
-        sources += [trial.examples, *trial.sources.values()]
+        sources += trial.sources
     ops = list(topological_order(dependents(sources, frozenset())))
 
     rows = RowSpace('batch', static)
