@@ -135,19 +135,15 @@ class FunctionBody:
         # All inputs are the same on all towers, but for sizes.
         if not any(self.differs(tensor) for tensor in op.inputs):
             if calls:
-                self._repeat_call(op)
+                self._check_effects(op)
+                plan = plan_of_repeated(op)
+                self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
             return
         computes_sizes = op.type == op_types.BROADCAST_GRADIENT_ARGS or all(
             self._is_known_size(tensor) for tensor in op.outputs
         )
         if not computes_sizes:  # Otherwise each tower computes its own.
             self._decide_of_sizes(op, placements, calls)
-
-    def _repeat_call(self, op: tf.Operation) -> None:
-        """Lets each tower make a call that is the same on all of them."""
-        self._check_effects(op)
-        plan = plan_of_repeated(op)
-        self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
 
     def _forms_of_inputs(self, op: OpOrLoop) -> tuple[Need, ...]:
         """The forms of an op's inputs as they are on each tower."""
@@ -222,7 +218,9 @@ class FunctionBody:
             return
         if not self.scope.is_joint:
             raise NotSharded(f'in it, {op.name} needs a sum over all examples')
-        self._reduce_inputs(op)
+        for tensor, placement in zip(op.inputs, placements):
+            if isinstance(placement, Partial):
+                self.scope.reduced.add(tensor.name)
         self._visit(op)
 
     def _can_be_asserted(self, condition: Placement) -> bool:
@@ -232,12 +230,6 @@ class FunctionBody:
         of each tower.
         """
         return condition in (REPLICATE, Partial('all', self.scope.batch))
-
-    def _reduce_inputs(self, op: OpOrLoop) -> None:
-        """Notes that the partial results that an op uses are reduced where they are made."""
-        for tensor in op.inputs:
-            if isinstance(self.scope.placement_of(tensor), Partial):
-                self.scope.reduced.add(tensor.name)
 
     def _record(self, op: OpOrLoop, decision: Decision) -> None:
         """Notes that an op runs on every tower, if its inputs can be had in the forms it needs."""
