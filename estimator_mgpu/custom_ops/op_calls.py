@@ -31,23 +31,19 @@ class Call(NamedTuple):
 
     def fed(self) -> tf.Operation:
         """Adds an op that does the same with whatever its inputs are fed."""
-        shapes: list[Any] = [None] * len(self.values)
         try:
-            return copy_of(self.op, self._placeholders(shapes))
+            return copy_of(self.op, self._placeholders(are_counts_known=False))
         except ValueError:
             # Its shape function needs to know how many sizes it's given, or which axes.
-            for index, value in enumerate(self.values):
-                if may_be_sizes(value):
-                    shapes[index] = value.shape
-            return copy_of(self.op, self._placeholders(shapes))
+            return copy_of(self.op, self._placeholders(are_counts_known=True))
 
-    def _placeholders(self, shapes: Sequence[Any]) -> list[tf.Tensor]:
-        """What is fed for the inputs, by their shapes; the input itself if it has no value."""
-        placeholders = []
-        for tensor, value, shape in zip(self.op.inputs, self.values, shapes):
-            is_fed = value is not None
-            placeholder = tf.placeholder(tensor.dtype.base_dtype, shape) if is_fed else tensor
-            placeholders.append(placeholder)
+    def _placeholders(self, are_counts_known: bool) -> list[tf.Tensor]:
+        """What is fed for the inputs; the input itself if it has no value."""
+        placeholders = list(self.op.inputs)
+        for index, value in enumerate(self.values):
+            if value is not None:
+                shape = value.shape if are_counts_known and may_be_sizes(value) else None
+                placeholders[index] = tf.placeholder(placeholders[index].dtype.base_dtype, shape)
         return placeholders
 
     def key(self) -> Hashable:

@@ -106,8 +106,7 @@ class Trial:
     Attributes:
       op: the copy.
       static: how many examples there are, if the graph knows.
-      examples: a placeholder with as many entries, of which shapes take the number.
-      sources: placeholders with the examples along dimension 0: `examples`, and those of inputs.
+      sources: placeholders with the examples along dimension 0.
 
     Args:
       on_one_device: does what the op does with whatever is fed.
@@ -129,7 +128,7 @@ class Trial:
         has_one_entry: bool = False,
     ):
         self.static = dimension.tried if is_static else None
-        self.examples = tf.placeholder(tf.float32, [self.static], 'rows')
+        self._examples = tf.placeholder(tf.float32, [self.static], 'rows')  # shapes are of it
         self._dimension = dimension
         self._on_one_device = on_one_device
         self._unsharded = unsharded
@@ -137,7 +136,7 @@ class Trial:
         self._placeholders: dict[int, tf.Tensor] = {}  # by input, with the examples first
         inputs = [self._input(index) for index in range(len(dimension.call.values))]
         self.op = copy_of(dimension.call.op, inputs)
-        self.sources = [self.examples]
+        self.sources = [self._examples]
         self.sources += [p for index, p in self._placeholders.items() if index != unsharded]
 
     def _input(self, index: int) -> tf.Tensor:
@@ -149,7 +148,7 @@ class Trial:
         if value is None:
             return tensor
         if index in dimension.positions:
-            entries = dimension.entries_with(index, tf.shape(self.examples)[0])
+            entries = dimension.entries_with(index, tf.shape(self._examples)[0])
             return tf.cast(tf.reshape(tf.stack(entries), value.shape), dtype)
         if index not in dimension.axes:
             return tf.constant(value, dtype)
@@ -236,7 +235,9 @@ class Trial:
         if self._unsharded is not None:
             complaint += f', and {counts.unsharded} in input {self._unsharded},'
         draws = self._draws(session, values, expected)
-        feed = self._feed(counts, values)
+        feed: dict[tf.Tensor, Any] = {self._examples: np.zeros(counts.examples)}
+        for index, placeholder in self._placeholders.items():
+            feed[placeholder] = np.moveaxis(values[index], self._dimension.axes[index], 0)
         if divided.division.total is not None:
             feed[divided.division.total] = counts.examples
         try:
@@ -258,13 +259,6 @@ class Trial:
             return False
         second = self._run_on_one_device(session, values)
         return not all(np.array_equal(one, other) for one, other in zip(first, second))
-
-    def _feed(self, counts: _Counts, values: Sequence[Any]) -> dict[tf.Tensor, Any]:
-        """What is fed for the op's inputs, with examples along dimension 0."""
-        feed: dict[tf.Tensor, Any] = {self.examples: np.zeros(counts.examples)}
-        for index, placeholder in self._placeholders.items():
-            feed[placeholder] = np.moveaxis(values[index], self._dimension.axes[index], 0)
-        return feed
 
     def _run_on_towers(
         self, session: tf.Session, divided: Towers, feed: dict[tf.Tensor, Any]

@@ -40,7 +40,6 @@ from estimator_mgpu.partition.propagation.reasons import default_reason
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
-from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry
 from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
@@ -58,32 +57,14 @@ class FunctionBody:
     """A pass over the ops of a function.
 
     Args:
-      outer: the graph, or the function, that calls this one.
+      scope: what is known of the function's tensors. Names of those that have to be reduced are
+        added.
       graph: the function's graph.
-      assumes: as in `Scope`: True while it isn't known yet how the arguments are placed.
       requests: what ops in the function ask for is added to these.
-      reduced: names of tensors that are reduced where they are made; others may be added.
-      is_joint: as in `Scope`.
     """
 
-    def __init__(
-        self,
-        outer: Scope,
-        graph: Any,
-        assumes: bool,
-        requests: Requests,
-        reduced: set[str],
-        is_joint: bool,
-    ):
-        self.scope = Scope(
-            outer.batch,
-            outer.rules,
-            Sizes(f'{graph.name}/'),
-            in_function=True,
-            is_joint=is_joint,
-            assumes=assumes,
-            reduced=reduced,
-        )
+    def __init__(self, scope: Scope, graph: Any, requests: Requests):
+        self.scope = scope
         self.graph = graph
         self._requests = requests
         self._in_v1_loop = isinstance(graph, LoopBody)

@@ -59,14 +59,6 @@ class Part(NamedTuple):
         return None
 
 
-class _Use(NamedTuple):
-    """An input of an op that is one of the loop's variables or constants."""
-
-    op: OpOrLoop
-    position: int  # of the input
-    variable: int  # the index of the variable or constant
-
-
 class RowLoop:
     """A loop that is given lists with an element for each row.
 
@@ -185,9 +177,14 @@ class RowLoop:
                 raise NotSharded('gradients go through a loop over rows')
             for member in members:
                 self._check_can_be_repeated(member)
-        for use in self._uses():
-            if not self._is_legal(use):
-                raise NotSharded(f'in it, {use.op.name} uses more than the row of a step')
+        for op in self._body.ops:
+            if op.type in op_types.PASS_ON or op in self._comparisons:
+                continue
+            for position, tensor in enumerate(op.inputs):
+                index = self._body.index_of(tensor)
+                if index is not None and not self._may_use(op, position, index):
+                    raise NotSharded(f'in it, {op.name} uses more than the row of a step')
+
         # What the next step begins with is for that step alone.
         next_names = {passed_on(result).name for result in self._results}
         next_names -= {argument.name for argument in self._body.inputs}
@@ -203,30 +200,20 @@ class RowLoop:
         elif not can_be_repeated(op):
             raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
 
-    def _uses(self) -> Iterator[_Use]:
-        """Yields where the body uses variables and constants, other than to pass them on."""
-        for op in self._body.ops:
-            if op.type in op_types.PASS_ON or op in self._comparisons:
-                continue
-            for position, tensor in enumerate(op.inputs):
-                index = self._body.index_of(tensor)
-                if index is not None:
-                    yield _Use(op, position, index)
-
-    def _is_legal(self, use: _Use) -> bool:
-        """Whether an op of the body may use a variable or a constant as it does."""
-        is_access = use.op.type in _ACCESSES
-        of_rows = is_access and self._body.index_of(use.op.inputs[0]) in self.lists
-        by_number = is_access and self._body.index_of(use.op.inputs[1]) in self._counters
-        if use.variable in self._counters:
+    def _may_use(self, op: OpOrLoop, position: int, variable: int) -> bool:
+        """Whether a variable or a constant, of this index, may be that input of an op."""
+        is_access = op.type in _ACCESSES
+        of_rows = is_access and self._body.index_of(op.inputs[0]) in self.lists
+        by_number = is_access and self._body.index_of(op.inputs[1]) in self._counters
+        if variable in self._counters:
             increments = [passed_on(self._results[index]).op for index in self._counters]
-            return (of_rows and use.position == 1) or use.op in increments
-        if use.variable in self.limits:
+            return (of_rows and position == 1) or op in increments
+        if variable in self.limits:
             return False
-        if use.variable in self.lists:
-            return by_number and use.position == 0
-        if use.variable in self.flows:
-            return of_rows and use.position == len(use.op.inputs) - 1
+        if variable in self.lists:
+            return by_number and position == 0
+        if variable in self.flows:
+            return of_rows and position == len(op.inputs) - 1
         return True
 
     def _check_results(self) -> None:
