@@ -199,13 +199,7 @@ def _types_of(graph: tf.Graph, plans: dict[str, OpPlan]) -> set[str]:
 def _check_repeatable(
     function: Callable[..., Any], arrays: Sequence[np.ndarray], values: Sequence[np.ndarray]
 ) -> None:
-    """Raises ValueError if the function gives other values on one device, too, in another run.
-
-    Args:
-      function: the function.
-      arrays: what it's called with.
-      values: what it gave on one device.
-    """
+    """Raises ValueError if the function gives other values on one device, too, in another run."""
     try:
         runs.assert_all_same(_build(function, arrays, 1).run(arrays), values)
     except AssertionError as error:

@@ -94,8 +94,6 @@ def _check_number_of_words(op_type: str, text: str, definition: Any) -> None:
     """Raises ValueError if a text is for more inputs or outputs than ops of a type have, or fewer.
 
     Args:
-      op_type: the type.
-      text: the rule for it.
       definition: the type's OpDef, with its arguments. If one of them is a list, only the op knows
         how many inputs it has.
     """

@@ -224,13 +224,7 @@ class Trial:
         expected: Sequence[Any],
         values: Sequence[Any],
     ) -> None:
-        """Compares what the op gives on towers with what it gave on one device.
-
-        Args:
-          counts: the sizes.
-          expected: the outputs on one device.
-          values: the op's inputs.
-        """
+        """Compares what the op gives on towers, of such values, with what it gave on one device."""
         complaint = f'{self._dimension.complaint()} With {counts.examples} entries there'
         if self._unsharded is not None:
             complaint += f', and {counts.unsharded} in input {self._unsharded},'

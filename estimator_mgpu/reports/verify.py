@@ -281,8 +281,6 @@ def _run_both(
     Args:
       one: the estimator for one device.
       several: the one for several.
-      input_fn: the user's.
-      mode: one of `tf.estimator.ModeKeys`.
       steps: how many batches to take.
 
     Returns:
@@ -309,8 +307,6 @@ def _replay(
 
     Args:
       estimator: one that calls the input_fn with its params.
-      input_fn: the user's.
-      mode: one of `tf.estimator.ModeKeys`.
       steps: how many batches to take, if there are as many.
 
     Returns:

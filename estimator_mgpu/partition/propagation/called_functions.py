@@ -79,6 +79,7 @@ class CalledFunctions:
         scope = Scope(
             self.scope.batch,
             self.scope.rules,
+            self.scope.call_rules,
             Sizes(f'{graph.name}/'),
             in_function=True,
             is_joint=self.is_joint,

@@ -132,9 +132,8 @@ def _decisions(
         for placement in placements
     ]
     has_lists = any(isinstance(placement, NotGatherable) for placement in gatherable)
-    if op.type in scope.rules.of_calls:
-        rule = scope.rules.of_calls[op.type]
-        decision = rule(scope, op, _of_batch(gatherable, scope.batch))
+    if op.type in scope.call_rules:
+        decision = scope.call_rules[op.type](scope, op, _of_batch(gatherable, scope.batch))
     elif op.type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
         decision = tensor_arrays.HandleOp(
@@ -176,7 +175,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     if is_replicated and not scope.follows_gathered(op) and _rule_adds_nothing(op):
         return
 
-    signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
+    signature = signature_of(scope.rules.get(op.type), op, scope.sizes)
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.

@@ -32,7 +32,7 @@ from estimator_mgpu.partition.propagation.branches import (
 from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
-from estimator_mgpu.partition.propagation.scope import CallRule, EqualNames, Rules, Scope
+from estimator_mgpu.partition.propagation.scope import CallRule, EqualNames, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, SelectedRows
@@ -84,7 +84,8 @@ def propagate(
     while True:
         scope = Scope(
             batch,
-            Rules(rules, CALL_RULES),
+            rules,
+            CALL_RULES,
             Sizes(),
             reduced=reduced,
             run_once=run_once,

@@ -150,9 +150,7 @@ def _shardable_axes(dims: Sequence[Size]) -> list[int]:
     If some dimensions are multiples of the number of rows, as in [batch, 6], these only.
     """
     with_rows = [axis for axis, size in enumerate(dims) if size.rows]
-    if with_rows:
-        return with_rows
-    return [axis for axis, size in enumerate(dims) if size != ONE]
+    return with_rows or [axis for axis, size in enumerate(dims) if size != ONE]
 
 
 def _may_have_same_rows(size: Size, other: Size) -> bool:
