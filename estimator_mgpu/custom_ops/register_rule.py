@@ -61,7 +61,12 @@ def register_rule(op_type: str, rule: Rule) -> None:
 
     definition = private.op_definition(op_type)
     if definition is None:
-        raise ValueError(_unknown(op_type))
+        alike = difflib.get_close_matches(op_type, dir(tf.raw_ops), n=1)
+        question = f'Did you mean {alike[0]}? ' if alike else ''
+        raise ValueError(
+            f'TensorFlow has no ops of the type {op_type!r}. {question}Load an op of your own '
+            'before its rule is registered, by tf.load_op_library().'
+        )
     if is_declared_stateful(definition):
         raise ValueError(
             f'{op_type} cannot have a rule: its ops may have side effects, draw random numbers or '
@@ -78,16 +83,6 @@ def register_rule(op_type: str, rule: Rule) -> None:
 def is_registered(op_type: str) -> bool:
     """Whether the rule for a type is a user's."""
     return op_type in RULES and op_type not in _OF_PACKAGE
-
-
-def _unknown(op_type: str) -> str:
-    """Says that TensorFlow knows no such type, and which one may be meant."""
-    alike = difflib.get_close_matches(op_type, dir(tf.raw_ops), n=1)
-    question = f'Did you mean {alike[0]}? ' if alike else ''
-    return (
-        f'TensorFlow has no ops of the type {op_type!r}. {question}Load an op of your own before '
-        'its rule is registered, by tf.load_op_library().'
-    )
 
 
 def _check_number_of_words(op_type: str, text: str, definition: Any) -> None:

@@ -104,17 +104,16 @@ class Explanation(NamedTuple):
         once = [
             [f'{op.share:.1%}', op.name, _size(op.gathered), op.line, op.why] for op in self.once
         ]
-        notes = [[entry] for entry in self._counts_of_ops()]
-        notes += [[entry] for entry in self._hot_spots()]
-        notes += [[f'micro-batches: {entry}'] for entry in self._micro_batches()]
-        notes += [[f'computed twice: {entry}'] for entry in self._computed_twice()]
-        notes += [[f'of unknown rank, so it runs once: {name}'] for name in self.unknown]
+        notes = [*self._counts_of_ops(), *self._hot_spots()]
+        notes += [f'micro-batches: {entry}' for entry in self._micro_batches()]
+        notes += [f'computed twice: {entry}' for entry in self._computed_twice()]
+        notes += [f'of unknown rank, so it runs once: {name}' for name in self.unknown]
 
         columns = ['device', 'examples', 'variables', 'sends a step', 'receives', 'messages sent']
         tables = [
             Table('Devices', columns, devices),
             Table('Gradients', ['variable', 'of each tower', 'summed on'], _first(gradients)),
-            Table('Ops', [''], notes),
+            Table('Ops', [''], [[note] for note in notes]),
             Table('Run once', ['of all output', 'op', 'gathered', 'line', 'why'], _first(once)),
         ]
         return html_of(tables)
@@ -150,10 +149,9 @@ class Explanation(NamedTuple):
 
     def _sections(self) -> dict[str, list[str]]:
         """The entries of each section of the table, by its title."""
-        gradients = []
-        for gradient in self.gradients:
-            size = _bytes_sent(gradient)
-            gradients.append(f'{gradient.variable}: {size}, summed on {gradient.device}')
+        gradients = [
+            f'{one.variable}: {_bytes_sent(one)}, summed on {one.device}' for one in self.gradients
+        ]
         traffic = [
             f'{device}: {_size(moved.sent)} out in {moved.messages} messages, '
             f'{_size(moved.received)} in'

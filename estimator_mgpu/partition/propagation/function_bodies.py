@@ -106,10 +106,13 @@ class FunctionBody:
             self._check_effects(op)
 
         placements = self.scope.placements_of_inputs(op)
+        uses_towers = any(placement != REPLICATE for placement in placements)
         if op.type in op_types.SHAPE_QUERIES:
-            self._check_sizes(op, placements)
+            # It gives the sizes of a tower's own tensor, which have to be known.
+            if uses_towers and any(self.scope.sizes.entries(size) is None for size in op.outputs):
+                raise NotSharded(f'the sizes of {op.name} are unknown')
             return
-        if uses_lists or any(placement != REPLICATE for placement in placements):
+        if uses_lists or uses_towers:
             self._decide(op, placements)
             return
 
@@ -150,13 +153,6 @@ class FunctionBody:
     def _check_effects(self, op: tf.Operation) -> None:
         if not can_be_repeated(op):
             raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
-
-    def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
-        """An op such as `Shape` gives the sizes of a tower's own tensor, which have to be known."""
-        if all(placement == REPLICATE for placement in placements):
-            return
-        if any(self.scope.sizes.entries(tensor) is None for tensor in op.outputs):
-            raise NotSharded(f'the sizes of {op.name} are unknown')
 
     def _is_known_size(self, tensor: tf.Tensor) -> bool:
         """Whether its entries are sizes that are known, but for dimensions and examples."""

@@ -44,7 +44,7 @@ from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 _ACCESSES = (*op_types.LIST_READS, *op_types.LIST_WRITES)
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """A loop's condition, or its body, as a function of the loop's variables and constants."""
 
     inputs: Sequence[tf.Tensor]
@@ -59,7 +59,7 @@ class Part(NamedTuple):
         return None
 
 
-class RowLoop:
+class _RowLoop:
     """A loop that is given lists with an element for each row.
 
     Args:
@@ -72,7 +72,9 @@ class RowLoop:
       NotSharded: if a step may depend on another one, or on its number.
     """
 
-    def __init__(self, functions: CalledFunctions, condition: Part, goes_on: tf.Tensor, body: Part):
+    def __init__(
+        self, functions: CalledFunctions, condition: _Part, goes_on: tf.Tensor, body: _Part
+    ):
         if functions.scope.in_function:
             raise NotSharded('a loop over rows is in another loop or function')
         self._functions = functions
@@ -81,11 +83,13 @@ class RowLoop:
         self._body = body
         self._results = functions.bodies[0].outputs  # what the variables are after a step
         self._sizes = functions.scope.sizes
-        self.row_list = next(one for one in functions.placements if isinstance(one, RowList))
-        self.lists: dict[int, RowList] = {}  # by index
-        self.flows: set[int] = set()  # indices of what orders the ops on TensorArrays
-        self.limits: set[int] = set()  # indices of what is the number of steps
-        self.constant_limits: set[tf.Operation] = set()  # comparisons with a constant
+        self._row_list = next(one for one in functions.placements if isinstance(one, RowList))
+        # The number of steps that a tower makes.
+        self._local_limit = LocalShape((self._row_list.count,), 0, self._row_list.rows)
+        self._lists: dict[int, RowList] = {}  # by index
+        self._flows: set[int] = set()  # indices of what orders the ops on TensorArrays
+        self._limits: set[int] = set()  # indices of what is the number of steps
+        self._constant_limits: set[tf.Operation] = set()  # comparisons with a constant
         self._counters = set(self._find_counters())  # indices of variables that count the steps
         self._comparisons: set[tf.Operation] = set()  # of these
         self._check_condition(goes_on)
@@ -124,19 +128,19 @@ class RowLoop:
             raise NotSharded('the loop may not begin with the first row, or leave some out')
         self._comparisons.add(less)
         if limit is not None:
-            self.limits.add(limit)
+            self._limits.add(limit)
             count = self._sizes.entries(self._arguments[limit])
         else:
-            self.constant_limits.add(less)
+            self._constant_limits.add(less)
             count = Sizes().entries(less.inputs[1])  # A function may have the graph's names.
-        if not count or not count[0].same_as(self.row_list.count):
+        if not count or not count[0].same_as(self._row_list.count):
             raise NotSharded('the loop may not end with the last row')
 
     def _find_lists(self) -> None:
         """Finds the lists of rows, and those new ones that steps write to."""
         for index, placement in enumerate(self._functions.placements):
             if isinstance(placement, RowList):
-                self.lists[index] = placement
+                self._lists[index] = placement
             elif isinstance(placement, NotGatherable) and placement != FLOW:
                 raise NotSharded('the loop is also given other lists')
         for op in self._body.ops:
@@ -145,15 +149,15 @@ class RowLoop:
                 has_flow = op.type.startswith(op_types.HANDLE_PREFIXES)
                 flow = self._body.index_of(op.inputs[-1]) if has_flow else None
                 if list_index is not None and self._is_new(list_index, flow):
-                    self.lists[list_index] = self.row_list
-        if any(rows != self.row_list for rows in self.lists.values()):
+                    self._lists[list_index] = self._row_list
+        if any(rows != self._row_list for rows in self._lists.values()):
             raise NotSharded('the loop is given lists of different rows')
 
         for op in self._body.ops:
             if op.type.startswith(op_types.HANDLE_PREFIXES):
                 handle, flow = map(self._body.index_of, (op.inputs[0], op.inputs[-1]))
-                if handle in self.lists and flow is not None:
-                    self.flows.add(flow)
+                if handle in self._lists and flow is not None:
+                    self._flows.add(flow)
 
     def _is_new(self, index: int, flow: int | None) -> bool:
         """Whether a list has no elements before the loop, and room for one of each row.
@@ -165,7 +169,7 @@ class RowLoop:
         maker = passed_on(self._arguments[index]).op
         if flow is not None and passed_on(self._arguments[flow]).op is not maker:
             return False
-        return lists.is_for_rows(maker, self.row_list, self._sizes)
+        return lists.is_for_rows(maker, self._row_list, self._sizes)
 
     # What a step does with it.
 
@@ -195,7 +199,7 @@ class RowLoop:
 
     def _check_can_be_repeated(self, op: tf.Operation) -> None:
         if op.type.startswith(op_types.HANDLE_PREFIXES):
-            if op.type not in _ACCESSES or self._body.index_of(op.inputs[0]) not in self.lists:
+            if op.type not in _ACCESSES or self._body.index_of(op.inputs[0]) not in self._lists:
                 raise NotSharded('in it, there is another list')
         elif not can_be_repeated(op):
             raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
@@ -203,16 +207,16 @@ class RowLoop:
     def _may_use(self, op: OpOrLoop, position: int, variable: int) -> bool:
         """Whether a variable or a constant, of this index, may be that input of an op."""
         is_access = op.type in _ACCESSES
-        of_rows = is_access and self._body.index_of(op.inputs[0]) in self.lists
+        of_rows = is_access and self._body.index_of(op.inputs[0]) in self._lists
         by_number = is_access and self._body.index_of(op.inputs[1]) in self._counters
         if variable in self._counters:
             increments = [passed_on(self._results[index]).op for index in self._counters]
             return (of_rows and position == 1) or op in increments
-        if variable in self.limits:
+        if variable in self._limits:
             return False
-        if variable in self.lists:
+        if variable in self._lists:
             return by_number and position == 0
-        if variable in self.flows:
+        if variable in self._flows:
             return of_rows and position == len(op.inputs) - 1
         return True
 
@@ -222,8 +226,8 @@ class RowLoop:
             if index in self._counters or self._body.index_of(result) == index:
                 continue
             op = passed_on(result).op
-            position = 0 if index in self.lists else -1
-            is_list = index in self.lists or index in self.flows
+            position = 0 if index in self._lists else -1
+            is_list = index in self._lists or index in self._flows
             is_written = (
                 op.type in op_types.LIST_WRITES
                 and self._body.index_of(op.inputs[position]) == index
@@ -237,21 +241,17 @@ class RowLoop:
         """The forms of the arguments; of those that `readers` only read, the values."""
         needs: list[Need] = []
         for index in range(len(self._arguments)):
-            if index in self.limits:
-                needs.append(self.local_limit())
-            elif index in self.lists or index in self.flows:
+            if index in self._limits:
+                needs.append(self._local_limit)
+            elif index in self._lists or index in self._flows:
                 needs.append(LOCAL)
             else:
                 needs.append(self._functions.variable_value(readers, index) or FULL)
         return needs
 
-    def local_limit(self) -> LocalShape:
-        """The number of steps that a tower makes."""
-        return LocalShape((self.row_list.count,), 0, self.row_list.rows)
-
     def new_lists(self) -> list[tuple[tf.Tensor, Placement]]:
         """The lists that steps write to, or read, with their placements."""
-        return [(self._arguments[index], rows) for index, rows in self.lists.items()]
+        return [(self._arguments[index], rows) for index, rows in self._lists.items()]
 
     def plans(self, ops: Sequence[tf.Operation]) -> dict[str, OpPlan]:
         """The plans of ops in the condition or in the body: all is there on each tower."""
@@ -259,15 +259,15 @@ class RowLoop:
         for op in ops:
             plan = plan_of_repeated(op) if op.type in op_types.FUNCTION_CALLERS else OpPlan()
             plans[op.name] = plan._replace(needs=(LOCAL,) * len(op.inputs))
-            if op in self.constant_limits:
-                plans[op.name] = OpPlan((LOCAL, self.local_limit()))
+            if op in self._constant_limits:
+                plans[op.name] = OpPlan((LOCAL, self._local_limit))
         return plans
 
     def placement(self, index: int | None) -> Placement | None:
         """The placement of a result; None if no tower's op uses it."""
-        if index in self.flows:
+        if index in self._flows:
             return FLOW
-        return None if index is None else self.lists.get(index)
+        return None if index is None else self._lists.get(index)
 
 
 def decide_row_loop(functions: CalledFunctions, condition: Any) -> Decision:
@@ -281,8 +281,8 @@ def decide_row_loop(functions: CalledFunctions, condition: Any) -> Decision:
       NotSharded: if it has to run once.
     """
     graphs = [condition, *functions.bodies]
-    parts = [Part(graph.inputs, graph.get_operations()) for graph in graphs]
-    loop = RowLoop(functions, parts[0], condition.outputs[0], parts[1])
+    parts = [_Part(graph.inputs, graph.get_operations()) for graph in graphs]
+    loop = _RowLoop(functions, parts[0], condition.outputs[0], parts[1])
     plan = OpPlan(tuple(loop.needs(graphs)), functions=[loop.plans(part.ops) for part in parts])
     indices = range(len(functions.arguments))
     return Decision(plan, [loop.placement(index) for index in indices], lists=loop.new_lists())
@@ -291,8 +291,8 @@ def decide_row_loop(functions: CalledFunctions, condition: Any) -> Decision:
 def decide_v1_row_loop(functions: CalledFunctions, loop: V1Loop) -> Decision:
     """The same for a loop of TensorFlow 1, whose condition is a part of its body."""
     [body] = functions.bodies
-    part = Part(body.inputs, body.ops)
-    row_loop = RowLoop(functions, part._replace(ops=[]), body.condition, part)
+    part = _Part(body.inputs, body.ops)
+    row_loop = _RowLoop(functions, part._replace(ops=[]), body.condition, part)
     needs = row_loop.needs([body])
     plans = {**row_loop.plans(loop.all_ops), **plans_of_reads(loop, needs)}
     indices = [part.index_of(result) for result in body.results]

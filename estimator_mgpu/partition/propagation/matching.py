@@ -349,10 +349,7 @@ class Match:
         """An input's shape, with a size for the labelled dimension; or its values, if known."""
         labels = labels_of(operand)
         if label in labels:
-            if tensor.shape.rank is None:
-                dims: list[int | None] = [None] * len(labels)
-            else:
-                dims = tensor.shape.as_list()
+            dims = tensor.shape.with_rank(len(labels)).as_list()
             dims[labels.index(label)] = size
             return dims
         numbers = self._sizes.numbers(tensor)
