@@ -40,6 +40,7 @@ def place_batch(
         scope.sizes.set_dims(tensor, [scope.batch.size, *dims[1:]])
     entries: dict[str, SparseRows | RaggedRows] = {}
     for tensor in unsharded:
+        # It isn't sharded itself, though what is made of it may be.
         for component in tf.nest.flatten(tensor, expand_composites=True):
             scope.reshardable.add(component.name)
         if isinstance(tensor, tf.SparseTensor):

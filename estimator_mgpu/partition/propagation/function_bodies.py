@@ -57,8 +57,7 @@ class FunctionBody:
     """A pass over the ops of a function.
 
     Args:
-      scope: what is known of the function's tensors. Names of those that have to be reduced are
-        added.
+      scope: what is known of the function. In a joint loop, names are added to its `reduced`.
       graph: the function's graph.
       requests: what ops in the function ask for is added to these.
     """
