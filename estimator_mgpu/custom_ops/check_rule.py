@@ -199,19 +199,14 @@ def _types_of(graph: tf.Graph, plans: dict[str, OpPlan]) -> set[str]:
 def _check_repeatable(
     function: Callable[..., Any], arrays: Sequence[np.ndarray], values: Sequence[np.ndarray]
 ) -> None:
-    """Raises ValueError if the function gives other values on one device, too, in another run.
-
-    Args:
-      function: the function.
-      arrays: what it's called with.
-      values: what it gave on one device.
-    """
+    """Raises ValueError if the function gives other values on one device, too, in another run."""
     try:
         runs.assert_all_same(_build(function, arrays, 1).run(arrays), values)
     except AssertionError as error:
         with tf.Graph().as_default():
             _, outputs = _call(function, arrays)
-            ops = [op for op in op_calls.ops_of(outputs) if has_side_effect(op)]
+            needed = op_calls.ops_of(op_calls.inlined(outputs))
+            ops = [op for op in needed if has_side_effect(op)]
         names = ', '.join(f'{op.name!r} (a {op.type})' for op in ops)
         cause = f'These ops draw random numbers, call Python or have a state: {names}.'
         if not ops:

@@ -140,7 +140,12 @@ def _signatures(call: Call, place: _Place, hides_ones: bool, towers: int) -> lis
         signature = signature_of(RULES[op.type], op, _sizes(call, place, hides_ones, towers))
     except OtherRanks as error:
         if is_registered(op.type):
-            raise AssertionError(_complaint_of_ranks(call, error)) from error
+            raise AssertionError(
+                f"The rule for {_rule_in_words(op.type)} doesn't fit {op.name!r}: {error}. Write "
+                "'...' for any number of dimensions that each device needs whole, a capital for "
+                'any number of others, or register a function that returns a rule for each rank, '
+                'and None for ranks with which the op cannot be sharded.'
+            ) from error
         return []
     except NotSharded:
         return []
@@ -230,16 +235,6 @@ def _dimension(call: Call, signature: Signature, label: Label, towers: int) -> D
 def _indices_of(label: Label, labels: Sequence[tuple[Label, ...]]) -> dict[int, int]:
     """By the inputs that have a label: which of their labels it is."""
     return {index: own.index(label) for index, own in enumerate(labels) if label in own}
-
-
-def _complaint_of_ranks(call: Call, error: OtherRanks) -> str:
-    """Says that a rule is for other ranks than the op has, and what to write instead."""
-    return (
-        f"The rule for {_rule_in_words(call.op.type)} doesn't fit {call.op.name!r}: {error}. Write "
-        "'...' for any number of dimensions that each device needs whole, a capital for any number "
-        'of others, or register a function that returns a rule for each rank, and None for ranks '
-        'with which the op cannot be sharded.'
-    )
 
 
 def _rule_in_words(op_type: str) -> str:

@@ -31,23 +31,19 @@ class Call(NamedTuple):
 
     def fed(self) -> tf.Operation:
         """Adds an op that does the same with whatever its inputs are fed."""
-        shapes: list[Any] = [None] * len(self.values)
         try:
-            return copy_of(self.op, self._placeholders(shapes))
+            return copy_of(self.op, self._placeholders(are_counts_known=False))
         except ValueError:
             # Its shape function needs to know how many sizes it's given, or which axes.
-            for index, value in enumerate(self.values):
-                if may_be_sizes(value):
-                    shapes[index] = value.shape
-            return copy_of(self.op, self._placeholders(shapes))
+            return copy_of(self.op, self._placeholders(are_counts_known=True))
 
-    def _placeholders(self, shapes: Sequence[Any]) -> list[tf.Tensor]:
-        """What is fed for the inputs, by their shapes; the input itself if it has no value."""
-        placeholders = []
-        for tensor, value, shape in zip(self.op.inputs, self.values, shapes):
-            is_fed = value is not None
-            placeholder = tf.placeholder(tensor.dtype.base_dtype, shape) if is_fed else tensor
-            placeholders.append(placeholder)
+    def _placeholders(self, are_counts_known: bool) -> list[tf.Tensor]:
+        """What is fed for the inputs; the input itself if it has no value."""
+        placeholders = list(self.op.inputs)
+        for index, value in enumerate(self.values):
+            if value is not None:
+                shape = value.shape if are_counts_known and may_be_sizes(value) else None
+                placeholders[index] = tf.placeholder(placeholders[index].dtype.base_dtype, shape)
         return placeholders
 
     def key(self) -> Hashable:
@@ -73,14 +69,6 @@ def may_be_sizes(value: Any) -> bool:
     return value.ndim < 2 and value.size <= _MOST_SIZES
 
 
-def ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
-    """The ops that tensors need, in the order in which they were made.
-
-    Calls of functions are replaced by the functions' ops, which are added to the default graph.
-    """
-    return _ops_of(_inlined(outputs))
-
-
 def calls_of(
     outputs: Sequence[tf.Tensor],
     feed: dict[tf.Tensor, np.ndarray],
@@ -95,11 +83,11 @@ def calls_of(
       towers: how many devices the session has.
       types: the types of the ops to be tried.
     """
-    outputs = _inlined(outputs)
+    outputs = inlined(outputs)
     liveness = Liveness(tf.get_default_graph().get_operations())
     ops = [
         op
-        for op in _ops_of(outputs)
+        for op in ops_of(outputs)
         if op.type in types and _can_be_tried(op) and liveness.always_runs(op)
     ]
 
@@ -121,14 +109,15 @@ def calls_of(
     return list(calls.values())
 
 
-def _inlined(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Inlines calls of functions; returns what is used in place of tensors."""
+def inlined(outputs: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Inlines calls of functions in the default graph; returns what is used in place of tensors."""
     division = Division(tf.get_default_graph())
     inline_calls(division)
     return [division.replaced.get(tensor.name, tensor) for tensor in outputs]
 
 
-def _ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
+def ops_of(outputs: Sequence[tf.Tensor]) -> list[tf.Operation]:
+    """The ops that tensors need, in the order in which they were made."""
     needed = graphs.ancestors([tensor.op for tensor in outputs])
     return sorted(needed, key=private.creation_index)
 

@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import RULES, has_rule
-from estimator_mgpu.partition.rules.notation import Rule, parse
+from estimator_mgpu.partition.rules.notation import Rule, parse, word_for_each
 from estimator_mgpu.tf_internals import private
 from estimator_mgpu.tf_internals.effects import is_declared_stateful
 
@@ -61,7 +61,12 @@ def register_rule(op_type: str, rule: Rule) -> None:
 
     definition = private.op_definition(op_type)
     if definition is None:
-        raise ValueError(_unknown(op_type))
+        alike = difflib.get_close_matches(op_type, dir(tf.raw_ops), n=1)
+        question = f'Did you mean {alike[0]}? ' if alike else ''
+        raise ValueError(
+            f'TensorFlow has no ops of the type {op_type!r}. {question}Load an op of your own '
+            'before its rule is registered, by tf.load_op_library().'
+        )
     if is_declared_stateful(definition):
         raise ValueError(
             f'{op_type} cannot have a rule: its ops may have side effects, draw random numbers or '
@@ -80,31 +85,19 @@ def is_registered(op_type: str) -> bool:
     return op_type in RULES and op_type not in _OF_PACKAGE
 
 
-def _unknown(op_type: str) -> str:
-    """Says that TensorFlow knows no such type, and which one may be meant."""
-    alike = difflib.get_close_matches(op_type, dir(tf.raw_ops), n=1)
-    question = f'Did you mean {alike[0]}? ' if alike else ''
-    return (
-        f'TensorFlow has no ops of the type {op_type!r}. {question}Load an op of your own before '
-        'its rule is registered, by tf.load_op_library().'
-    )
-
-
 def _check_number_of_words(op_type: str, text: str, definition: Any) -> None:
     """Raises ValueError if a text is for more inputs or outputs than ops of a type have, or fewer.
 
     Args:
-      op_type: the type.
-      text: the rule for it.
       definition: the type's OpDef, with its arguments. If one of them is a list, only the op knows
         how many inputs it has.
     """
     rule = parse(text)
     try:
         if not _has_list(definition.input_arg):
-            rule.words_of_inputs(len(definition.input_arg))
+            word_for_each(rule.inputs, len(definition.input_arg), 'inputs')
         if not _has_list(definition.output_arg):
-            rule.words_of_outputs(len(definition.output_arg))
+            word_for_each(rule.outputs, len(definition.output_arg), 'outputs')
     except ValueError as error:
         raise ValueError(
             f'{text!r} is no rule for {op_type}: {error}. Give a word for each.'

@@ -22,7 +22,7 @@ from estimator_mgpu.partition.once_devices import place_ops
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import REPLICATE
 from estimator_mgpu.partition.propagation.engine import propagate
-from estimator_mgpu.partition.rules import HEAVY, RULES
+from estimator_mgpu.partition.rules import RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
 from estimator_mgpu.tf_internals.error_messages import reason
@@ -81,8 +81,8 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
     try:
         trials.append(Trial(dimension, on_one_device))
         trials.append(Trial(dimension, on_one_device, is_static=True))
-    except _NotTaken:
-        pass
+    except ValueError:
+        pass  # The op takes no more than the only entry that it was given.
     if len(dimension.axes) + len(dimension.positions) == 1:
         return trials
 
@@ -91,10 +91,6 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
         if _broadcasts(dimension, [index]):
             trials.append(Trial(dimension, on_one_device, unsharded=index, has_one_entry=True))
     return trials
-
-
-class _NotTaken(Exception):
-    """An op takes no more than the only entry that it was given along a dimension."""
 
 
 class _Counts(NamedTuple):
@@ -110,8 +106,7 @@ class Trial:
     Attributes:
       op: the copy.
       static: how many examples there are, if the graph knows.
-      examples: a placeholder with as many entries, of which shapes take the number.
-      sources: by the inputs that are sharded, placeholders with the examples along dimension 0.
+      sources: placeholders with the examples along dimension 0.
 
     Args:
       on_one_device: does what the op does with whatever is fed.
@@ -121,7 +116,7 @@ class Trial:
       has_one_entry: whether that input has one entry instead, which the graph knows.
 
     Raises:
-      _NotTaken: if TensorFlow doesn't make the op of inputs of these sizes.
+      ValueError: if TensorFlow doesn't make the op of inputs of these sizes.
     """
 
     def __init__(
@@ -133,19 +128,16 @@ class Trial:
         has_one_entry: bool = False,
     ):
         self.static = dimension.tried if is_static else None
-        self.examples = tf.placeholder(tf.float32, [self.static], 'rows')
-        self.sources: dict[int, tf.Tensor] = {}
+        self._examples = tf.placeholder(tf.float32, [self.static], 'rows')  # shapes are of it
         self._dimension = dimension
         self._on_one_device = on_one_device
         self._unsharded = unsharded
         self._has_one_entry = has_one_entry
-        self._dynamic: dict[int, tf.Tensor] = {}  # the unsharded input, if its size isn't known
-
+        self._placeholders: dict[int, tf.Tensor] = {}  # by input, with the examples first
         inputs = [self._input(index) for index in range(len(dimension.call.values))]
-        try:
-            self.op = copy_of(dimension.call.op, inputs)
-        except ValueError as error:  # TensorFlow's, of shapes
-            raise _NotTaken from error
+        self.op = copy_of(dimension.call.op, inputs)
+        self.sources = [self._examples]
+        self.sources += [p for index, p in self._placeholders.items() if index != unsharded]
 
     def _input(self, index: int) -> tf.Tensor:
         """What the copy is given for an input."""
@@ -156,32 +148,18 @@ class Trial:
         if value is None:
             return tensor
         if index in dimension.positions:
-            entries = dimension.entries_with(index, tf.shape(self.examples)[0])
+            entries = dimension.entries_with(index, tf.shape(self._examples)[0])
             return tf.cast(tf.reshape(tf.stack(entries), value.shape), dtype)
         if index not in dimension.axes:
             return tf.constant(value, dtype)
-        if index == self._unsharded:
-            return self._unsharded_input(index, dtype)
-        return self._sharded_input(index, dtype)
-
-    def _unsharded_input(self, index: int, dtype: tf.DType) -> tf.Tensor:
-        dimension = self._dimension
-        if self._has_one_entry:
+        if index == self._unsharded and self._has_one_entry:
             return tf.constant(dimension.input_with(index, 1), dtype)
-        shape: list[int | None] = list(dimension.call.values[index].shape)
-        shape[dimension.axes[index]] = None
-        self._dynamic[index] = tf.placeholder(dtype, shape)
-        return self._dynamic[index]
 
-    def _sharded_input(self, index: int, dtype: tf.DType) -> tf.Tensor:
-        """A batch, transposed so that its examples are along the dimension."""
-        axis = self._dimension.axes[index]
-        shape = self._dimension.call.values[index].shape
-        other_axes = [other for other in range(len(shape)) if other != axis]
-        other_sizes = [shape[other] for other in other_axes]
-
-        source = tf.placeholder(dtype, [self.static, *other_sizes])
-        self.sources[index] = source
+        # A batch, transposed so that its examples are along the dimension.
+        axis = dimension.axes[index]
+        other_axes = [other for other in range(value.ndim) if other != axis]
+        source = tf.placeholder(dtype, [self.static, *[value.shape[other] for other in other_axes]])
+        self._placeholders[index] = source
         return tf.transpose(source, np.argsort([axis, *other_axes])) if axis else source
 
     def run(self, session: tf.Session, divided: Towers) -> None:
@@ -234,13 +212,9 @@ class Trial:
 
     def _run_on_one_device(self, session: tf.Session, values: Sequence[Any]) -> list[Any]:
         """What those outputs of the op are that anything uses."""
-        feed = {}
-        for tensor, value in zip(self._on_one_device.inputs, values):
-            if value is not None:
-                feed[tensor] = value
-        return session.run(
-            [self._on_one_device.outputs[index] for index in self._dimension.call.used], feed
-        )
+        op = self._on_one_device
+        feed = {tensor: value for tensor, value in zip(op.inputs, values) if value is not None}
+        return session.run([op.outputs[index] for index in self._dimension.call.used], feed)
 
     def _compare(
         self,
@@ -250,20 +224,14 @@ class Trial:
         expected: Sequence[Any],
         values: Sequence[Any],
     ) -> None:
-        """Compares what the op gives on towers with what it gave on one device.
-
-        Args:
-          session: one for the graph with the copies.
-          divided: the towers of all copies.
-          counts: the sizes.
-          expected: the outputs on one device.
-          values: the op's inputs.
-        """
+        """Compares what the op gives on towers, of such values, with what it gave on one device."""
         complaint = f'{self._dimension.complaint()} With {counts.examples} entries there'
         if self._unsharded is not None:
             complaint += f', and {counts.unsharded} in input {self._unsharded},'
         draws = self._draws(session, values, expected)
-        feed = self._feed(counts, values)
+        feed: dict[tf.Tensor, Any] = {self._examples: np.zeros(counts.examples)}
+        for index, placeholder in self._placeholders.items():
+            feed[placeholder] = np.moveaxis(values[index], self._dimension.axes[index], 0)
         if divided.division.total is not None:
             feed[divided.division.total] = counts.examples
         try:
@@ -285,15 +253,6 @@ class Trial:
             return False
         second = self._run_on_one_device(session, values)
         return not all(np.array_equal(one, other) for one, other in zip(first, second))
-
-    def _feed(self, counts: _Counts, values: Sequence[Any]) -> dict[tf.Tensor, Any]:
-        """What is fed for the op's inputs, with examples along dimension 0."""
-        feed: dict[tf.Tensor, Any] = {self.examples: np.zeros(counts.examples)}
-        for index, source in self.sources.items():
-            feed[source] = np.moveaxis(values[index], self._dimension.axes[index], 0)
-        for index, placeholder in self._dynamic.items():
-            feed[placeholder] = values[index]
-        return feed
 
     def _run_on_towers(
         self, session: tf.Session, divided: Towers, feed: dict[tf.Tensor, Any]
@@ -347,7 +306,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     graph = tf.get_default_graph()
     sources = []
     for trial in trials:
-        sources += [trial.examples, *trial.sources.values()]
+        sources += trial.sources
     ops = list(topological_order(dependents(sources, frozenset())))
 
     rows = RowSpace('batch', static)
@@ -355,7 +314,7 @@ def _divided(trials: Sequence[Trial], static: int | None, towers: int) -> Towers
     devices = [f'/device:CPU:{i}' for i in range(towers)]
     results = [trial.op for trial in trials]
     division = Division(graph, total=total, devices=devices, results=results)
-    division.plan = propagate(sources, [], ops, rows, RULES, HEAVY, frozenset(), {})
+    division.plan = propagate(sources, [], ops, rows, RULES, frozenset(), {})
     place_ops(division)
     division.order = Order(graph)
     return build_towers(division)

@@ -25,7 +25,7 @@ from estimator_mgpu.partition.rewrites.recomputation.recompute import recompute_
 from estimator_mgpu.partition.rewrites.recomputation.step_ops import StepOps
 from estimator_mgpu.partition.rewrites.take_apart_branches import take_apart_branches
 from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
-from estimator_mgpu.partition.rules import HEAVY, OF_DEVICE, RULES
+from estimator_mgpu.partition.rules import OF_DEVICE, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
 from estimator_mgpu.tf_internals.graphs import dependents
@@ -93,7 +93,6 @@ def _plan(division: Division) -> None:
         with_loops(dependents(division.inputs, division.existing_ops), division.loops),
         RowSpace('batch', batch.static),
         RULES | OF_DEVICE if division.batch_norm == 'device' else RULES,
-        HEAVY,
         unused=division.unused,
         reasons=_reasons_of_unknown_ranks(batch),
         may_be_dead=division.order.liveness.output_may_be_dead,

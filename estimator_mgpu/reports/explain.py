@@ -19,7 +19,7 @@ from estimator_mgpu import optimizer, steps
 from estimator_mgpu.batches.batch import RANK_REMEDY
 from estimator_mgpu.errors import user_lines
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.micro_batches.schedule import Join, Schedule
+from estimator_mgpu.partition.micro_batches.schedule import Join
 from estimator_mgpu.partition.plan import Plan
 from estimator_mgpu.partition.rewrites.recomputation.recompute import Recomputation
 from estimator_mgpu.reports import pictures
@@ -104,17 +104,16 @@ class Explanation(NamedTuple):
         once = [
             [f'{op.share:.1%}', op.name, _size(op.gathered), op.line, op.why] for op in self.once
         ]
-        notes = [[entry] for entry in self._counts_of_ops()]
-        notes += [[entry] for entry in self._hot_spots()]
-        notes += [[f'micro-batches: {entry}'] for entry in self._micro_batches()]
-        notes += [[f'computed twice: {entry}'] for entry in self._computed_twice()]
-        notes += [[f'of unknown rank, so it runs once: {name}'] for name in self.unknown]
+        notes = [*self._counts_of_ops(), *self._hot_spots()]
+        notes += [f'micro-batches: {entry}' for entry in self._micro_batches()]
+        notes += [f'computed twice: {entry}' for entry in self._computed_twice()]
+        notes += [f'of unknown rank, so it runs once: {name}' for name in self.unknown]
 
         columns = ['device', 'examples', 'variables', 'sends a step', 'receives', 'messages sent']
         tables = [
             Table('Devices', columns, devices),
             Table('Gradients', ['variable', 'of each tower', 'summed on'], _first(gradients)),
-            Table('Ops', [''], notes),
+            Table('Ops', [''], [[note] for note in notes]),
             Table('Run once', ['of all output', 'op', 'gathered', 'line', 'why'], _first(once)),
         ]
         return html_of(tables)
@@ -150,10 +149,9 @@ class Explanation(NamedTuple):
 
     def _sections(self) -> dict[str, list[str]]:
         """The entries of each section of the table, by its title."""
-        gradients = []
-        for gradient in self.gradients:
-            size = _bytes_sent(gradient)
-            gradients.append(f'{gradient.variable}: {size}, summed on {gradient.device}')
+        gradients = [
+            f'{one.variable}: {_bytes_sent(one)}, summed on {one.device}' for one in self.gradients
+        ]
         traffic = [
             f'{device}: {_size(moved.sent)} out in {moved.messages} messages, '
             f'{_size(moved.received)} in'
@@ -265,15 +263,9 @@ def explain(estimator: Any, input_fn: Callable[..., Any]) -> Explanation:
             sent=bytes_between(moved),
             recomputation=step.recomputation,
             microbatches=step.microbatches,
-            **_of_schedule(step.schedule),
+            chained=step.schedule.chainable if step.schedule else 0.0,
+            before=list(step.schedule.joins) if step.schedule else (),
         )
-
-
-def _of_schedule(schedule: Schedule | None) -> dict[str, Any]:
-    """What an `Explanation` says of micro-batches."""
-    if schedule is None:
-        return {}
-    return dict(chained=schedule.chainable, before=list(schedule.joins))
 
 
 def _build_for_training(estimator: Any, input_fn: Callable[..., Any], graph: tf.Graph) -> Any:

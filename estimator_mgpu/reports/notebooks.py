@@ -22,21 +22,17 @@ class Table(NamedTuple):
 
 def html_of(tables: Sequence[Table]) -> str:
     """Returns the HTML of tables, one below the other."""
-    return '\n'.join(_html_of_table(table) for table in tables if table.rows)
-
-
-def _html_of_table(table: Table) -> str:
-    lines = ['<table>', f'<caption {_LEFT}><b>{_escaped(table.title)}</b></caption>']
-    lines.append(_row('th', table.columns))
-    lines += [_row('td', row) for row in table.rows]
-    lines.append('</table>')
+    lines = []
+    for title, columns, rows in tables:
+        if rows:
+            lines += ['<table>', f'<caption {_LEFT}><b>{html.escape(title)}</b></caption>']
+            lines.append(_row('th', columns))
+            lines += [_row('td', row) for row in rows]
+            lines.append('</table>')
     return '\n'.join(lines)
 
 
 def _row(tag: str, cells: Sequence[Any]) -> str:
     """Returns a row, whose cells have a tag: `th` in a header, and otherwise `td`."""
-    return '<tr>' + ''.join(f'<{tag} {_LEFT}>{_escaped(cell)}</{tag}>' for cell in cells) + '</tr>'
-
-
-def _escaped(cell: Any) -> str:
-    return html.escape(str(cell))
+    texts = [f'<{tag} {_LEFT}>{html.escape(str(cell))}</{tag}>' for cell in cells]
+    return f'<tr>{"".join(texts)}</tr>'

@@ -138,6 +138,8 @@ def _draw_devices(
     axes: Any, devices: Sequence[Device], sent: Mapping[str, Mapping[str, int]]
 ) -> None:
     """Draws a row for each device, and in it what that sends to each of the others."""
+    from matplotlib.patches import Rectangle
+
     names = [f'to {_short_name(device.name)}' for device in devices]
     places = list(range(len(devices)))
     rows = [[sent.get(one.name, {}).get(other.name, 0) for other in devices] for one in devices]
@@ -145,8 +147,8 @@ def _draw_devices(
 
     axes.set_title('What each device has, and sends to the others', loc='right')
     axes.imshow(rows, cmap='Blues', vmin=0, vmax=1.6 * largest, aspect='auto')
-    for row in places:
-        axes.add_patch(_square(row, row))
+    for place in places:  # A gray square is where a device would send to itself.
+        axes.add_patch(Rectangle((place - 0.5, place - 0.5), 1, 1, color='#eeeeee'))
 
     if len(devices) <= _NUMBERED:
         axes.set_xticks(places, names)
@@ -163,13 +165,6 @@ def _draw_devices(
     axes.set_yticks(places, [_described(device) for device in devices])
     axes.tick_params(length=0)
     axes.spines[:].set_visible(False)
-
-
-def _square(row: int, column: int) -> Any:
-    """A gray square in the place of what a device would send to itself."""
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((column - 0.5, row - 0.5), 1, 1, color='#eeeeee')
 
 
 def _described(device: Device) -> str:

@@ -70,9 +70,8 @@ class Verification(NamedTuple):
     def __str__(self) -> str:
         width = max((len(d.what) for d in self.differences), default=0)
         lines = []
-        for mode, what, relative, exact in self.differences:
-            lines.append(f'{mode:5} {what:{width}} {relative:8.1e} {"ok" if exact else "DIFFERS"}')
-
+        for mode, what, relative, verdict in self._rows():
+            lines.append(f'{mode:5} {what:{width}} {relative:>8} {verdict}')
         lines.append(self._summary())
         for pair in self.open_pairs:
             lines.append(_LEFT_OPEN % (pair.first, pair.second, pair.state))
@@ -85,16 +84,20 @@ class Verification(NamedTuple):
 
     def _repr_html_(self) -> str:
         """The same as a table, for notebooks."""
-        rows = []
-        for mode, what, relative, exact in self.differences:
-            rows.append([mode, what, f'{relative:.1e}', 'ok' if exact else 'DIFFERS'])
         left_open = [[pair.state, pair.first, pair.second] for pair in self.open_pairs]
         return html_of(
             [
-                Table(self._summary(), ['mode', 'value', 'difference', ''], rows),
+                Table(self._summary(), ['mode', 'value', 'difference', ''], self._rows()),
                 Table('The model leaves the order open.', ['of', 'first', 'then'], left_open),
             ]
         )
+
+    def _rows(self) -> list[list[str]]:
+        """The cells of the table."""
+        return [
+            [mode, what, f'{relative:.1e}', 'ok' if exact else 'DIFFERS']
+            for mode, what, relative, exact in self.differences
+        ]
 
     def _summary(self) -> str:
         wrong = sum(not d.exact for d in self.differences)
@@ -178,10 +181,11 @@ def verify(
             results = _run_both(one, several, input_fn, mode, steps)
             if results is None:
                 continue
+            expected, found = results
             if mode == MODES.TRAIN:
                 # Metrics of a float16 loss are float32, but are computed of what was rounded.
-                tolerance = max(tolerance, 16 * _epsilon(results.expected['loss']))
-            differences += _differences(mode, results, tolerance)
+                tolerance = max(tolerance, 16 * _epsilon(expected['loss']))
+            differences += _differences(mode, expected, found, tolerance)
 
     result = Verification(differences, list(open_pairs))
     print(result)
@@ -259,11 +263,8 @@ def _errors_only() -> Iterator[None]:
 # Running both.
 
 
-class _Results(NamedTuple):
-    """What two runs gave: arrays, by what they are, such as 'loss' or 'gradient of w'."""
-
-    expected: dict[str, np.ndarray]  # on one device
-    found: dict[str, np.ndarray]  # on several
+_Results = dict[str, np.ndarray]
+"""What a run gave, by what it is, such as 'loss' or 'gradient of w'."""
 
 
 def _run_both(
@@ -272,18 +273,17 @@ def _run_both(
     input_fn: Callable[..., Any],
     mode: str,
     steps: int,
-) -> _Results | None:
+) -> tuple[_Results, _Results] | None:
     """Runs a mode on one device, and on several from the same checkpoint.
 
     Args:
       one: the estimator for one device.
       several: the one for several.
-      input_fn: the user's.
-      mode: one of `tf.estimator.ModeKeys`.
       steps: how many batches to take.
 
     Returns:
-      What was computed; None if the model_fn doesn't have the mode.
+      What one device has computed, and what several have; None if the model_fn doesn't have the
+      mode.
     """
     replay, count = _replay(one, input_fn, mode, steps)
     try:
@@ -296,7 +296,7 @@ def _run_both(
     checkpoints = tf.train.get_checkpoint_state(one.model_dir).all_model_checkpoint_paths
     start = checkpoints[0 if mode == MODES.TRAIN else -1]
     tf.train.update_checkpoint_state(several.model_dir, start)
-    return _Results(expected, _run(several, replay, mode, count))
+    return expected, _run(several, replay, mode, count)
 
 
 def _replay(
@@ -306,8 +306,6 @@ def _replay(
 
     Args:
       estimator: one that calls the input_fn with its params.
-      input_fn: the user's.
-      mode: one of `tf.estimator.ModeKeys`.
       steps: how many batches to take, if there are as many.
 
     Returns:
@@ -364,9 +362,7 @@ class _Recorder(tf.train.SessionRunHook):
         self.steps.append(session.run(self._variables))
 
 
-def _run(
-    estimator: EstimatorV2, input_fn: Callable[..., Any], mode: str, count: int
-) -> dict[str, np.ndarray]:
+def _run(estimator: EstimatorV2, input_fn: Callable[..., Any], mode: str, count: int) -> _Results:
     """Runs a mode; returns, by what it is, what all its steps gave one after another, flat."""
     parts: dict[str, list[np.ndarray]] = {}
     for results in _steps_of(estimator, input_fn, mode, count):
@@ -396,15 +392,15 @@ def _steps_of(
 # Comparing.
 
 
-def _differences(mode: str, results: _Results, tolerance: float) -> list[Difference]:
+def _differences(
+    mode: str, expected: _Results, found: _Results, tolerance: float
+) -> list[Difference]:
     """Compares all that both runs computed."""
     differences = []
-    for what, expected in results.expected.items():
+    for what, values in expected.items():
         kind = what.partition(' ')[0]  # 'gradient' for 'gradient of dense/kernel'
-        largest = max(
-            _largest(values) for other, values in results.expected.items() if other.startswith(kind)
-        )
-        relative, exact = _compare(results.found.get(what), expected, largest, tolerance)
+        largest = max(_largest(expected[other]) for other in expected if other.startswith(kind))
+        relative, exact = _compare(found.get(what), values, largest, tolerance)
         differences.append(Difference(mode, what, relative, exact))
     return differences
 

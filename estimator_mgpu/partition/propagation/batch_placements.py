@@ -35,10 +35,14 @@ def place_batch(
       `entries` and `at_others_entries`, as in `Plan`.
     """
     for tensor in sources:
-        _begin_sharded(scope, tensor)
+        scope.placements[tensor.name] = Shard(0, scope.batch)
+        dims = scope.sizes.dims(tensor) or []
+        scope.sizes.set_dims(tensor, [scope.batch.size, *dims[1:]])
     entries: dict[str, SparseRows | RaggedRows] = {}
     for tensor in unsharded:
-        _begin_unsharded(scope, tensor)
+        # It isn't sharded itself, though what is made of it may be.
+        for component in tf.nest.flatten(tensor, expand_composites=True):
+            scope.reshardable.add(component.name)
         if isinstance(tensor, tf.SparseTensor):
             entries.update(_begin_entries(scope, tensor))
         if isinstance(tensor, tf.RaggedTensor):
@@ -47,25 +51,6 @@ def place_batch(
     entries.update(at_others_entries)
     _join_sums(scope)
     return entries, at_others_entries.keys()
-
-
-def _begin_sharded(scope: Scope, tensor: tf.Tensor) -> None:
-    """Begins with a dense tensor of the batch: it's sharded along dimension 0."""
-    scope.placements[tensor.name] = Shard(0, scope.batch)
-    dims = scope.sizes.dims(tensor) or []
-    scope.sizes.set_dims(tensor, [scope.batch.size, *dims[1:]])
-
-
-def _begin_unsharded(scope: Scope, tensor: Unsharded) -> None:
-    """Begins with a tensor that isn't sharded itself, though what is made of it may be."""
-    for component in tf.nest.flatten(tensor, expand_composites=True):
-        scope.reshardable.add(component.name)
-    if isinstance(tensor, tf.SparseTensor):
-        entries = scope.sizes.entries(tensor.dense_shape)
-        if entries:
-            scope.sizes.set_entries(tensor.dense_shape, [scope.batch.size, *entries[1:]])
-    if isinstance(tensor, tf.RaggedTensor):
-        scope.sizes.set_dims(tensor.row_splits, [Size.of(Splits(scope.batch))])
 
 
 def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRows]:
@@ -78,6 +63,8 @@ def _begin_entries(scope: Scope, tensor: tf.SparseTensor) -> dict[str, SparseRow
     indices = tensor.indices
     values = tensor.values
     shape = scope.sizes.entries(tensor.dense_shape)
+    if shape:
+        scope.sizes.set_entries(tensor.dense_shape, [scope.batch.size, *shape[1:]])
     columns = indices.shape.as_list()[1] if indices.shape.rank == 2 else None
     if not shape or columns != len(shape) or values.shape.rank != 1:
         return {}
@@ -138,6 +125,7 @@ def _begin_ragged(scope: Scope, tensor: tf.RaggedTensor) -> dict[str, RaggedRows
     """
     values = tensor.values
     splits = tensor.row_splits
+    scope.sizes.set_dims(splits, [Size.of(Splits(scope.batch))])
     is_dense = isinstance(values, tf.Tensor) and values.shape.rank
     if not is_dense or values.name in scope.placements:
         return {}

@@ -202,18 +202,14 @@ def _returned(bodies: Sequence[FunctionBody], index: int, output: tf.Tensor) -> 
     for tensor, in_branch in zip(tensors, placements):
         is_empty = in_branch == REPLICATE and _is_empty(tensor, placement)
         if in_branch != placement and not is_empty:
-            if all(_is_optional(tensor) for tensor in tensors):
+            optionals = (op_types.OPTIONAL, op_types.NO_OPTIONAL)
+            if all(tensor.op.type in optionals for tensor in tensors):
                 return ByBranch(output_behind(output.op.inputs[0]), tuple(placements))
             raise NotSharded(f'{tensor.name} is sharded, or a partial sum, in some branches only')
     differs = any(body.differs(tensor) for body, tensor in zip(bodies, tensors))
     if placement == REPLICATE and differs:
         raise NotSharded(f'{output.name} is a size that depends on the tower')
     return placement
-
-
-def _is_optional(tensor: tf.Tensor) -> bool:
-    """Whether a branch has made an Optional, for its gradient."""
-    return tensor.op.type in (op_types.OPTIONAL, op_types.NO_OPTIONAL)
 
 
 def _is_empty(tensor: tf.Tensor, placement: Placement) -> bool:

@@ -26,6 +26,7 @@ from estimator_mgpu.partition.plan import (
 from estimator_mgpu.partition.propagation.function_bodies import FunctionBody, Requests
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
+from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.tf_internals import op_types
 
@@ -75,7 +76,17 @@ class CalledFunctions:
           graph: one of the bodies, or another function that takes the same arguments.
           assumes: as in `Scope`.
         """
-        body = FunctionBody(self.scope, graph, assumes, self.requests, self.reduced, self.is_joint)
+        scope = Scope(
+            self.scope.batch,
+            self.scope.rules,
+            self.scope.call_rules,
+            Sizes(f'{graph.name}/'),
+            in_function=True,
+            is_joint=self.is_joint,
+            assumes=assumes,
+            reduced=self.reduced,
+        )
+        body = FunctionBody(scope, graph, self.requests)
         for index, argument in enumerate(graph.inputs):
             self._place_argument(body, index, argument)
         body.visit_all()

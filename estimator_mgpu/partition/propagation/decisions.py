@@ -132,19 +132,18 @@ def _decisions(
         for placement in placements
     ]
     has_lists = any(isinstance(placement, NotGatherable) for placement in gatherable)
-    if op.type in scope.rules.of_calls:
-        rule = scope.rules.of_calls[op.type]
-        decision = rule(scope, op, _of_batch(gatherable, scope.batch))
+    if op.type in scope.call_rules:
+        decision = scope.call_rules[op.type](scope, op, _of_batch(gatherable, scope.batch))
     elif op.type.startswith(op_types.HANDLE_PREFIXES):
         of_list = scope.placement_of_list(op.inputs[0])
-        decision = tensor_arrays.decide(
+        decision = tensor_arrays.HandleOp(
             op,
             [of_list, *gatherable[1:]],
             scope.batch,
             scope.sizes,
             scope.in_function,
             scope.assumes,
-        )
+        ).decide()
     elif op.type.startswith(op_types.LIST_PREFIXES) or has_lists:
         decision = lists.decide(
             op, _of_batch(gatherable, scope.batch), scope.batch, scope.sizes, scope.in_function
@@ -176,7 +175,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     if is_replicated and not scope.follows_gathered(op) and _rule_adds_nothing(op):
         return
 
-    signature = signature_of(scope.rules.of_ops.get(op.type), op, scope.sizes)
+    signature = signature_of(scope.rules.get(op.type), op, scope.sizes)
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
@@ -200,8 +199,8 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
     return all(output.shape.is_fully_defined() for output in op.outputs)
 
 
-def kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
-    """The partial result that an op makes of partial results; None if it needs the reduced ones.
+def decide_kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:
+    """How an op makes a partial result of partial results; None if it needs the reduced ones.
 
     For example, the sum of two partial sums is a partial sum, which is reduced once instead of
     twice. A product of a partial sum and a replicated factor could be one as well, but isn't made
@@ -218,13 +217,20 @@ def kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Partial |
         return None
 
     if is_merge:
+        if any(other not in (partial, REPLICATE) for other in placements):
+            return None
         # What another branch gives counts on the first tower, and as zeros on others.
-        return partial if all(other in (partial, REPLICATE) for other in placements) else None
+        needs = [LOCAL if placement == partial else FULL_ON_FIRST for placement in placements]
+        return Decision(OpPlan(tuple(needs)), [partial, REPLICATE])  # and which input it was
+
     # Which inputs may be partial; the others are replicated.
     summands = op_types.PARTIAL_INPUTS[op.type]
     expected: list[Placement] = [REPLICATE] * len(placements)
     expected[summands] = [partial] * len(placements[summands])
-    return partial if list(placements) == expected else None
+    if list(placements) != expected:
+        return None
+    needs = [LOCAL if placement == partial else FULL for placement in placements]
+    return Decision(OpPlan(tuple(needs)), [partial] * len(op.outputs))
 
 
 def decide_of_partial(
@@ -240,9 +246,9 @@ def decide_of_partial(
     Returns:
       None if it needs the reduced ones.
     """
-    partial = kept_partial(op, placements)
-    if partial is not None:
-        return kept_partial_decision(op, placements, partial)
+    kept = decide_kept_partial(op, placements)
+    if kept is not None:
+        return kept
     decision = unique_ids.decide_of_sums_by_id(op, placements, scope.sizes)
     if decision is None:
         return None
@@ -276,14 +282,3 @@ def _is_reduced_by_itself(scope: Scope, tensor: tf.Tensor) -> bool:
     operands = [operand for user in tensor.consumers() for operand in user.inputs]
     others = [operand for operand in operands if operand.name != tensor.name]
     return not others or any(other.name not in scope.reduced for other in others)
-
-
-def kept_partial_decision(
-    op: tf.Operation, placements: Sequence[Placement], partial: Partial
-) -> Decision:
-    """The decision for an op that makes a partial result of partial results."""
-    if op.type in op_types.MERGE:
-        needs = tuple(LOCAL if placement == partial else FULL_ON_FIRST for placement in placements)
-        return Decision(OpPlan(needs), [partial, REPLICATE])  # Output 1 says which input it was.
-    needs = tuple(LOCAL if placement == partial else FULL for placement in placements)
-    return Decision(OpPlan(needs), [partial] * len(op.outputs))

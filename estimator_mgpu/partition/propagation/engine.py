@@ -8,7 +8,7 @@ until there is no such op.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -32,7 +32,7 @@ from estimator_mgpu.partition.propagation.branches import (
 from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
-from estimator_mgpu.partition.propagation.scope import CallRule, EqualNames, Rules, Scope
+from estimator_mgpu.partition.propagation.scope import CallRule, EqualNames, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, SelectedRows
@@ -55,7 +55,6 @@ def propagate(
     order: Sequence[OpOrLoop],
     batch: RowSpace,
     rules: dict[str, Rule],
-    heavy: Container[str],
     unused: Set[str],
     reasons: Mapping[str, str],
     may_be_dead: Callable[[tf.Tensor], bool] = lambda _: False,
@@ -70,7 +69,6 @@ def propagate(
         in the place of its ops.
       batch: the batch's row space.
       rules: by type of op.
-      heavy: types of ops that are worth sharding along other row spaces than the batch's.
       unused: names of ops in `order` that are left as they are.
       reasons: by the name of an unsharded tensor, why ops that use it run once.
       may_be_dead: tells which tensors are in branches of TensorFlow 1, which may not be taken.
@@ -86,7 +84,8 @@ def propagate(
     while True:
         scope = Scope(
             batch,
-            Rules(rules, CALL_RULES, heavy),
+            rules,
+            CALL_RULES,
             Sizes(),
             reduced=reduced,
             run_once=run_once,

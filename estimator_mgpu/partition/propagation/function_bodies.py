@@ -35,16 +35,11 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.propagation.decisions import (
-    decide,
-    kept_partial,
-    kept_partial_decision,
-)
+from estimator_mgpu.partition.propagation.decisions import decide, decide_kept_partial
 from estimator_mgpu.partition.propagation.reasons import default_reason
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.rules.zeros import is_zero
-from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import Entry
 from estimator_mgpu.tf_internals import function_calls, op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated, is_assertion
@@ -62,32 +57,13 @@ class FunctionBody:
     """A pass over the ops of a function.
 
     Args:
-      outer: the graph, or the function, that calls this one.
+      scope: what is known of the function. In a joint loop, names are added to its `reduced`.
       graph: the function's graph.
-      assumes: as in `Scope`: True while it isn't known yet how the arguments are placed.
       requests: what ops in the function ask for is added to these.
-      reduced: names of tensors that are reduced where they are made; others may be added.
-      is_joint: as in `Scope`.
     """
 
-    def __init__(
-        self,
-        outer: Scope,
-        graph: Any,
-        assumes: bool,
-        requests: Requests,
-        reduced: set[str],
-        is_joint: bool,
-    ):
-        self.scope = Scope(
-            outer.batch,
-            outer.rules,
-            Sizes(f'{graph.name}/'),
-            in_function=True,
-            is_joint=is_joint,
-            assumes=assumes,
-            reduced=reduced,
-        )
+    def __init__(self, scope: Scope, graph: Any, requests: Requests):
+        self.scope = scope
         self.graph = graph
         self._requests = requests
         self._in_v1_loop = isinstance(graph, LoopBody)
@@ -129,29 +105,28 @@ class FunctionBody:
             self._check_effects(op)
 
         placements = self.scope.placements_of_inputs(op)
+        uses_towers = any(placement != REPLICATE for placement in placements)
         if op.type in op_types.SHAPE_QUERIES:
-            self._check_sizes(op, placements)
+            # It gives the sizes of a tower's own tensor, which have to be known.
+            if uses_towers and any(self.scope.sizes.entries(size) is None for size in op.outputs):
+                raise NotSharded(f'the sizes of {op.name} are unknown')
             return
-        if uses_lists or any(placement != REPLICATE for placement in placements):
+        if uses_lists or uses_towers:
             self._decide(op, placements)
             return
 
         # All inputs are the same on all towers, but for sizes.
         if not any(self.differs(tensor) for tensor in op.inputs):
             if calls:
-                self._repeat_call(op)
+                self._check_effects(op)
+                plan = plan_of_repeated(op)
+                self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
             return
         computes_sizes = op.type == op_types.BROADCAST_GRADIENT_ARGS or all(
             self._is_known_size(tensor) for tensor in op.outputs
         )
         if not computes_sizes:  # Otherwise each tower computes its own.
             self._decide_of_sizes(op, placements, calls)
-
-    def _repeat_call(self, op: tf.Operation) -> None:
-        """Lets each tower make a call that is the same on all of them."""
-        self._check_effects(op)
-        plan = plan_of_repeated(op)
-        self.scope.ops[op.name] = plan._replace(needs=self._forms_of_inputs(op))
 
     def _forms_of_inputs(self, op: OpOrLoop) -> tuple[Need, ...]:
         """The forms of an op's inputs as they are on each tower."""
@@ -177,13 +152,6 @@ class FunctionBody:
     def _check_effects(self, op: tf.Operation) -> None:
         if not can_be_repeated(op):
             raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
-
-    def _check_sizes(self, op: tf.Operation, placements: Sequence[Placement]) -> None:
-        """An op such as `Shape` gives the sizes of a tower's own tensor, which have to be known."""
-        if all(placement == REPLICATE for placement in placements):
-            return
-        if any(self.scope.sizes.entries(tensor) is None for tensor in op.outputs):
-            raise NotSharded(f'the sizes of {op.name} are unknown')
 
     def _is_known_size(self, tensor: tf.Tensor) -> bool:
         """Whether its entries are sizes that are known, but for dimensions and examples."""
@@ -213,13 +181,22 @@ class FunctionBody:
 
     def _visit_with_partial(self, op: OpOrLoop, placements: Sequence[Placement]) -> None:
         """Lets an op run on every tower that is given partial results, or raises NotSharded."""
-        partial = self._kept_partial(op, placements)
-        if partial is not None:
-            self._record(op, kept_partial_decision(op, placements, partial))
+        kept = decide_kept_partial(op, placements)
+        if kept is None and self.scope.assumes:
+            # What is replicated now may turn out to be a partial sum as well. The last visit, which
+            # assumes nothing, finds out if it doesn't.
+            partial_sum = Partial('sum', self.scope.batch)
+            kept = decide_kept_partial(
+                op, [partial_sum if one == REPLICATE else one for one in placements]
+            )
+        if kept is not None:
+            self._record(op, kept)
             return
         if not self.scope.is_joint:
             raise NotSharded(f'in it, {op.name} needs a sum over all examples')
-        self._reduce_inputs(op)
+        for tensor, placement in zip(op.inputs, placements):
+            if isinstance(placement, Partial):
+                self.scope.reduced.add(tensor.name)
         self._visit(op)
 
     def _can_be_asserted(self, condition: Placement) -> bool:
@@ -229,26 +206,6 @@ class FunctionBody:
         of each tower.
         """
         return condition in (REPLICATE, Partial('all', self.scope.batch))
-
-    def _reduce_inputs(self, op: OpOrLoop) -> None:
-        """Notes that the partial results that an op uses are reduced where they are made."""
-        for tensor in op.inputs:
-            if isinstance(self.scope.placement_of(tensor), Partial):
-                self.scope.reduced.add(tensor.name)
-
-    def _kept_partial(self, op: tf.Operation, placements: Sequence[Placement]) -> Partial | None:
-        """As `kept_partial`. What is replicated now may turn out to be a partial sum as well.
-
-        The last visit, which assumes nothing, finds out if it doesn't.
-        """
-        partial = kept_partial(op, placements)
-        if partial is None and self.scope.assumes:
-            partial_sum = Partial('sum', self.scope.batch)
-            assumed = [
-                partial_sum if placement == REPLICATE else placement for placement in placements
-            ]
-            partial = kept_partial(op, assumed)
-        return partial
 
     def _record(self, op: OpOrLoop, decision: Decision) -> None:
         """Notes that an op runs on every tower, if its inputs can be had in the forms it needs."""

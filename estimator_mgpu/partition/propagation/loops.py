@@ -43,7 +43,7 @@ from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.sizes import Size
 from estimator_mgpu.tf_internals import function_calls, op_types
-from estimator_mgpu.tf_internals.v1_loops import LoopBody, V1Loop
+from estimator_mgpu.tf_internals.v1_loops import V1Loop
 
 _EXAMPLES_DECIDE = 'the examples decide how many steps it takes'
 
@@ -69,7 +69,7 @@ def decide_loop(scope: Scope, op: tf.Operation, placements: Sequence[Placement])
     }
     functions = CalledFunctions(scope, [body_graph], op.inputs, placements, unchanged)
     if any(isinstance(placement, RowList) for placement in placements):
-        return decide_row_loop(functions, condition, op, placements)
+        return decide_row_loop(functions, condition)
 
     body = _find_fixed_point(functions)
     output_dims = _output_dims(functions, body, op.outputs, body_graph.outputs, are_variables=True)
@@ -108,31 +108,22 @@ def decide_v1_loop(scope: Scope, loop: V1Loop, placements: Sequence[Placement]) 
         return None
     if loop.body is None:
         raise NotSharded('the ops of this v1 loop are connected in an unusual way')
+    called_with = scope, [loop.body], loop.inputs, placements, loop.body.unchanged
+    functions = CalledFunctions(*called_with)
     if any(isinstance(placement, RowList) for placement in placements):
-        functions = CalledFunctions(
-            scope, [loop.body], loop.inputs, placements, loop.body.unchanged
-        )
-        return decide_v1_row_loop(functions, loop, loop.body, placements)
+        return decide_v1_row_loop(functions, loop)
 
     try:
-        return _decide_v1_loop(scope, loop, loop.body, placements, is_joint=False)
+        return _decide_v1_loop(functions, loop)
     except NotSharded:
         if scope.in_function and not scope.is_joint:
             raise
-    return _decide_v1_loop(scope, loop, loop.body, placements, is_joint=True)
+    return _decide_v1_loop(CalledFunctions(*called_with, is_joint=True), loop)
 
 
-def _decide_v1_loop(
-    scope: Scope,
-    loop: V1Loop,
-    loop_body: LoopBody,
-    placements: Sequence[Placement],
-    is_joint: bool,
-) -> Decision:
+def _decide_v1_loop(functions: CalledFunctions, loop: V1Loop) -> Decision:
     """Decides how a loop runs, either joint or not."""
-    functions = CalledFunctions(
-        scope, [loop_body], loop.inputs, placements, loop_body.unchanged, is_joint=is_joint
-    )
+    [loop_body] = functions.bodies
     body = _find_fixed_point(functions)
     output_dims = _output_dims(
         functions, body, loop.outputs, loop_body.results, are_variables=False

@@ -33,19 +33,18 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.called_functions import CalledFunctions
 from estimator_mgpu.partition.propagation.function_bodies import plan_of_repeated
-from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import lists
 from estimator_mgpu.partition.rules.notation import NotSharded
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.effects import can_be_repeated
-from estimator_mgpu.tf_internals.v1_loops import LoopBody, OpOrLoop, V1Loop, passed_on
+from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, V1Loop, passed_on
 
 _ACCESSES = (*op_types.LIST_READS, *op_types.LIST_WRITES)
 
 
-class Part(NamedTuple):
+class _Part(NamedTuple):
     """A loop's condition, or its body, as a function of the loop's variables and constants."""
 
     inputs: Sequence[tf.Tensor]
@@ -60,49 +59,37 @@ class Part(NamedTuple):
         return None
 
 
-class _Use(NamedTuple):
-    """An input of an op that is one of the loop's variables or constants."""
-
-    op: OpOrLoop
-    position: int  # of the input
-    variable: int  # the index of the variable or constant
-
-
-class RowLoop:
+class _RowLoop:
     """A loop that is given lists with an element for each row.
 
     Args:
-      arguments: with which its variables and constants begin.
+      functions: whose only body is the loop's.
+      condition: the loop's condition.
       goes_on: the condition's result.
-      results: what the variables and constants are after a step.
+      body: the loop's body.
 
     Raises:
       NotSharded: if a step may depend on another one, or on its number.
     """
 
     def __init__(
-        self,
-        arguments: Sequence[tf.Tensor],
-        placements: Sequence[Placement],
-        condition: Part,
-        goes_on: tf.Tensor,
-        body: Part,
-        results: Sequence[tf.Tensor],
-        scope: Scope,
+        self, functions: CalledFunctions, condition: _Part, goes_on: tf.Tensor, body: _Part
     ):
-        if scope.in_function:
+        if functions.scope.in_function:
             raise NotSharded('a loop over rows is in another loop or function')
-        self._arguments = arguments
-        self._placements = placements
+        self._functions = functions
+        self._arguments = functions.arguments
         self._condition = condition
         self._body = body
-        self._results = results
-        self._sizes = scope.sizes
-        self.row_list = next(one for one in placements if isinstance(one, RowList))
-        self.lists: dict[int, RowList] = {}  # by index
-        self.flows: set[int] = set()  # indices of what orders the ops on TensorArrays
-        self.limits: set[int] = set()  # indices of what is the number of steps
-        self.constant_limits: set[tf.Operation] = set()  # comparisons with a constant
+        self._results = functions.bodies[0].outputs  # what the variables are after a step
+        self._sizes = functions.scope.sizes
+        self._row_list = next(one for one in functions.placements if isinstance(one, RowList))
+        # The number of steps that a tower makes.
+        self._local_limit = LocalShape((self._row_list.count,), 0, self._row_list.rows)
+        self._lists: dict[int, RowList] = {}  # by index
+        self._flows: set[int] = set()  # indices of what orders the ops on TensorArrays
+        self._limits: set[int] = set()  # indices of what is the number of steps
+        self._constant_limits: set[tf.Operation] = set()  # comparisons with a constant
         self._counters = set(self._find_counters())  # indices of variables that count the steps
         self._comparisons: set[tf.Operation] = set()  # of these
         self._check_condition(goes_on)
@@ -141,19 +128,19 @@ class RowLoop:
             raise NotSharded('the loop may not begin with the first row, or leave some out')
         self._comparisons.add(less)
         if limit is not None:
-            self.limits.add(limit)
+            self._limits.add(limit)
             count = self._sizes.entries(self._arguments[limit])
         else:
-            self.constant_limits.add(less)
+            self._constant_limits.add(less)
             count = Sizes().entries(less.inputs[1])  # A function may have the graph's names.
-        if not count or not count[0].same_as(self.row_list.count):
+        if not count or not count[0].same_as(self._row_list.count):
             raise NotSharded('the loop may not end with the last row')
 
     def _find_lists(self) -> None:
         """Finds the lists of rows, and those new ones that steps write to."""
-        for index, placement in enumerate(self._placements):
+        for index, placement in enumerate(self._functions.placements):
             if isinstance(placement, RowList):
-                self.lists[index] = placement
+                self._lists[index] = placement
             elif isinstance(placement, NotGatherable) and placement != FLOW:
                 raise NotSharded('the loop is also given other lists')
         for op in self._body.ops:
@@ -162,15 +149,15 @@ class RowLoop:
                 has_flow = op.type.startswith(op_types.HANDLE_PREFIXES)
                 flow = self._body.index_of(op.inputs[-1]) if has_flow else None
                 if list_index is not None and self._is_new(list_index, flow):
-                    self.lists[list_index] = self.row_list
-        if any(rows != self.row_list for rows in self.lists.values()):
+                    self._lists[list_index] = self._row_list
+        if any(rows != self._row_list for rows in self._lists.values()):
             raise NotSharded('the loop is given lists of different rows')
 
         for op in self._body.ops:
             if op.type.startswith(op_types.HANDLE_PREFIXES):
                 handle, flow = map(self._body.index_of, (op.inputs[0], op.inputs[-1]))
-                if handle in self.lists and flow is not None:
-                    self.flows.add(flow)
+                if handle in self._lists and flow is not None:
+                    self._flows.add(flow)
 
     def _is_new(self, index: int, flow: int | None) -> bool:
         """Whether a list has no elements before the loop, and room for one of each row.
@@ -182,7 +169,7 @@ class RowLoop:
         maker = passed_on(self._arguments[index]).op
         if flow is not None and passed_on(self._arguments[flow]).op is not maker:
             return False
-        return lists.is_for_rows(maker, self.row_list, self._sizes)
+        return lists.is_for_rows(maker, self._row_list, self._sizes)
 
     # What a step does with it.
 
@@ -194,9 +181,14 @@ class RowLoop:
                 raise NotSharded('gradients go through a loop over rows')
             for member in members:
                 self._check_can_be_repeated(member)
-        for use in self._uses():
-            if not self._is_legal(use):
-                raise NotSharded(f'in it, {use.op.name} uses more than the row of a step')
+        for op in self._body.ops:
+            if op.type in op_types.PASS_ON or op in self._comparisons:
+                continue
+            for position, tensor in enumerate(op.inputs):
+                index = self._body.index_of(tensor)
+                if index is not None and not self._may_use(op, position, index):
+                    raise NotSharded(f'in it, {op.name} uses more than the row of a step')
+
         # What the next step begins with is for that step alone.
         next_names = {passed_on(result).name for result in self._results}
         next_names -= {argument.name for argument in self._body.inputs}
@@ -207,35 +199,25 @@ class RowLoop:
 
     def _check_can_be_repeated(self, op: tf.Operation) -> None:
         if op.type.startswith(op_types.HANDLE_PREFIXES):
-            if op.type not in _ACCESSES or self._body.index_of(op.inputs[0]) not in self.lists:
+            if op.type not in _ACCESSES or self._body.index_of(op.inputs[0]) not in self._lists:
                 raise NotSharded('in it, there is another list')
         elif not can_be_repeated(op):
             raise NotSharded(f'in it, {op.type} has side effects or draws random numbers')
 
-    def _uses(self) -> Iterator[_Use]:
-        """Yields where the body uses variables and constants, other than to pass them on."""
-        for op in self._body.ops:
-            if op.type in op_types.PASS_ON or op in self._comparisons:
-                continue
-            for position, tensor in enumerate(op.inputs):
-                index = self._body.index_of(tensor)
-                if index is not None:
-                    yield _Use(op, position, index)
-
-    def _is_legal(self, use: _Use) -> bool:
-        """Whether an op of the body may use a variable or a constant as it does."""
-        is_access = use.op.type in _ACCESSES
-        of_rows = is_access and self._body.index_of(use.op.inputs[0]) in self.lists
-        by_number = is_access and self._body.index_of(use.op.inputs[1]) in self._counters
-        if use.variable in self._counters:
+    def _may_use(self, op: OpOrLoop, position: int, variable: int) -> bool:
+        """Whether a variable or a constant, of this index, may be that input of an op."""
+        is_access = op.type in _ACCESSES
+        of_rows = is_access and self._body.index_of(op.inputs[0]) in self._lists
+        by_number = is_access and self._body.index_of(op.inputs[1]) in self._counters
+        if variable in self._counters:
             increments = [passed_on(self._results[index]).op for index in self._counters]
-            return (of_rows and use.position == 1) or use.op in increments
-        if use.variable in self.limits:
+            return (of_rows and position == 1) or op in increments
+        if variable in self._limits:
             return False
-        if use.variable in self.lists:
-            return by_number and use.position == 0
-        if use.variable in self.flows:
-            return of_rows and use.position == len(use.op.inputs) - 1
+        if variable in self._lists:
+            return by_number and position == 0
+        if variable in self._flows:
+            return of_rows and position == len(op.inputs) - 1
         return True
 
     def _check_results(self) -> None:
@@ -244,8 +226,8 @@ class RowLoop:
             if index in self._counters or self._body.index_of(result) == index:
                 continue
             op = passed_on(result).op
-            position = 0 if index in self.lists else -1
-            is_list = index in self.lists or index in self.flows
+            position = 0 if index in self._lists else -1
+            is_list = index in self._lists or index in self._flows
             is_written = (
                 op.type in op_types.LIST_WRITES
                 and self._body.index_of(op.inputs[position]) == index
@@ -255,21 +237,21 @@ class RowLoop:
 
     # What follows.
 
-    def need(self, index: int, otherwise: Need | None) -> Need:
-        """The form of an argument; `otherwise` if it's neither a list nor a limit."""
-        if index in self.limits:
-            return self.local_limit()
-        if index in self.lists or index in self.flows:
-            return LOCAL
-        return otherwise or FULL
-
-    def local_limit(self) -> LocalShape:
-        """The number of steps that a tower makes."""
-        return LocalShape((self.row_list.count,), 0, self.row_list.rows)
+    def needs(self, readers: Sequence[Any]) -> list[Need]:
+        """The forms of the arguments; of those that `readers` only read, the values."""
+        needs: list[Need] = []
+        for index in range(len(self._arguments)):
+            if index in self._limits:
+                needs.append(self._local_limit)
+            elif index in self._lists or index in self._flows:
+                needs.append(LOCAL)
+            else:
+                needs.append(self._functions.variable_value(readers, index) or FULL)
+        return needs
 
     def new_lists(self) -> list[tuple[tf.Tensor, Placement]]:
         """The lists that steps write to, or read, with their placements."""
-        return [(self._arguments[index], rows) for index, rows in self.lists.items()]
+        return [(self._arguments[index], rows) for index, rows in self._lists.items()]
 
     def plans(self, ops: Sequence[tf.Operation]) -> dict[str, OpPlan]:
         """The plans of ops in the condition or in the body: all is there on each tower."""
@@ -277,68 +259,42 @@ class RowLoop:
         for op in ops:
             plan = plan_of_repeated(op) if op.type in op_types.FUNCTION_CALLERS else OpPlan()
             plans[op.name] = plan._replace(needs=(LOCAL,) * len(op.inputs))
-            if op in self.constant_limits:
-                plans[op.name] = OpPlan((LOCAL, self.local_limit()))
+            if op in self._constant_limits:
+                plans[op.name] = OpPlan((LOCAL, self._local_limit))
         return plans
 
     def placement(self, index: int | None) -> Placement | None:
         """The placement of a result; None if no tower's op uses it."""
-        if index in self.flows:
+        if index in self._flows:
             return FLOW
-        return None if index is None else self.lists.get(index)
+        return None if index is None else self._lists.get(index)
 
 
-def decide_row_loop(
-    functions: CalledFunctions, condition: Any, op: tf.Operation, placements: Sequence[Placement]
-) -> Decision:
+def decide_row_loop(functions: CalledFunctions, condition: Any) -> Decision:
     """Decides how a `While` runs that is given lists with an element for each row.
 
     Args:
       functions: whose only body is the loop's.
       condition: the function of the loop's condition.
-      op: the loop.
 
     Raises:
       NotSharded: if it has to run once.
     """
-    [body] = functions.bodies
-    parts = [Part(graph.inputs, graph.get_operations()) for graph in (condition, body)]
-    loop = RowLoop(
-        op.inputs,
-        placements,
-        parts[0],
-        condition.outputs[0],
-        parts[1],
-        body.outputs,
-        functions.scope,
-    )
-    indices = range(len(op.inputs))
-    readers = [condition, body]
-    needs = [loop.need(index, functions.variable_value(readers, index)) for index in indices]
-    plan = OpPlan(tuple(needs), functions=[loop.plans(part.ops) for part in parts])
+    graphs = [condition, *functions.bodies]
+    parts = [_Part(graph.inputs, graph.get_operations()) for graph in graphs]
+    loop = _RowLoop(functions, parts[0], condition.outputs[0], parts[1])
+    plan = OpPlan(tuple(loop.needs(graphs)), functions=[loop.plans(part.ops) for part in parts])
+    indices = range(len(functions.arguments))
     return Decision(plan, [loop.placement(index) for index in indices], lists=loop.new_lists())
 
 
-def decide_v1_row_loop(
-    functions: CalledFunctions, loop: V1Loop, body: LoopBody, placements: Sequence[Placement]
-) -> Decision:
-    """The same for a loop of TensorFlow 1."""
-    part = Part(body.inputs, body.ops)
-    row_loop = RowLoop(
-        loop.inputs,
-        placements,
-        part._replace(ops=[]),
-        body.condition,
-        part,
-        body.outputs,
-        functions.scope,
-    )
-    needs = [
-        row_loop.need(index, functions.variable_value([body], index))
-        for index in range(len(loop.inputs))
-    ]
-    plans = row_loop.plans(loop.all_ops)
-    plans.update(plans_of_reads(loop, needs))
+def decide_v1_row_loop(functions: CalledFunctions, loop: V1Loop) -> Decision:
+    """The same for a loop of TensorFlow 1, whose condition is a part of its body."""
+    [body] = functions.bodies
+    part = _Part(body.inputs, body.ops)
+    row_loop = _RowLoop(functions, part._replace(ops=[]), body.condition, part)
+    needs = row_loop.needs([body])
+    plans = {**row_loop.plans(loop.all_ops), **plans_of_reads(loop, needs)}
     indices = [part.index_of(result) for result in body.results]
     return Decision(
         OpPlan(tuple(needs), functions=[plans]),

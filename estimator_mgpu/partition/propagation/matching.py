@@ -33,7 +33,7 @@ from estimator_mgpu.partition.plan import (
     local_shape_of,
 )
 from estimator_mgpu.partition.propagation.scope import Scope
-from estimator_mgpu.partition.rules import selections
+from estimator_mgpu.partition.rules import HEAVY, selections
 from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -207,7 +207,7 @@ class Match:
         if not labels or not dims or tensor.name not in self._scope.reshardable:
             return []
         rows = dims[0].rows or self._scope.batch
-        if rows is not self._scope.batch and self._op.type not in self._scope.rules.heavy:
+        if rows is not self._scope.batch and self._op.type not in HEAVY:
             return []
         return [(labels[0], dims[0], rows)]
 
@@ -349,10 +349,7 @@ class Match:
         """An input's shape, with a size for the labelled dimension; or its values, if known."""
         labels = labels_of(operand)
         if label in labels:
-            if tensor.shape.rank is None:
-                dims: list[int | None] = [None] * len(labels)
-            else:
-                dims = tensor.shape.as_list()
+            dims = tensor.shape.with_rank(len(labels)).as_list()
             dims[labels.index(label)] = size
             return dims
         numbers = self._sizes.numbers(tensor)

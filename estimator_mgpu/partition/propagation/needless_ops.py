@@ -53,7 +53,6 @@ def bypass_needless_ops(division: Division) -> None:
     redirections = graphs.Redirections()
     replaced: dict[str, tf.Tensor] = {}
     bypassed: set[str] = set()
-    outputs_of_bypassed: set[str] = set()
     for op in _candidates(division.graph):
         if op.name not in plan.ops or not _is_only_output_used(op, bypassed):
             continue
@@ -64,14 +63,13 @@ def bypass_needless_ops(division: Division) -> None:
             redirections.add_wait(op, source.op)
             replaced[output.name] = source
             bypassed.add(op.name)
-            outputs_of_bypassed.update(output.name for output in op.outputs)
     redirections.make()
 
     ops = {name: op_plan for name, op_plan in plan.ops.items() if name not in bypassed}
     placements = {
         name: placement
         for name, placement in plan.placements.items()
-        if name not in outputs_of_bypassed
+        if name.partition(':')[0] not in bypassed
     }
     unused = plan.unused | bypassed
     division.plan = plan._replace(ops=ops, placements=placements, unused=unused)

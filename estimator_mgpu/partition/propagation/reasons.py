@@ -62,7 +62,8 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
 def reason_of_lists_made(scope: Scope, ops: Sequence[tf.Operation]) -> str | None:
     """Why an op runs once for the sake of a list that it makes; None if it needn't.
 
-    It has to if another op needs all of the list, as a list can't be gathered.
+    It has to if another op needs all of the list, as a list can't be gathered. The reason is that
+    of the first such op.
 
     Args:
       ops: the op; of a v1 loop, those that are connected with ops outside of it.
@@ -71,7 +72,7 @@ def reason_of_lists_made(scope: Scope, ops: Sequence[tf.Operation]) -> str | Non
         return None
     for op in ops:
         if op.name in scope.run_once:
-            return _reason_of_first_user(scope.run_once[op.name])
+            return next(iter(scope.run_once[op.name].values()))
     return None
 
 
@@ -82,21 +83,12 @@ def _reason_of_pass_before(
 
     After that pass, the maker of the list runs once, and so do all ops that use the list, in this
     pass. Of these, the op that needed all of it keeps its own reason. Others could be sharded
-    before: they run once because of it, so its reason is theirs.
+    before: they run once because of it, so its reason is theirs; if there are several, the first's.
     """
     if not scope.run_once:  # Almost no model has such lists, and models have many ops.
         return None
     for tensor, placement in zip(op.inputs, placements):
         users = scope.run_once.get(passed_on(tensor).op.name)
         if users and not isinstance(placement, NotGatherable):
-            return users.get(op.name, _reason_of_first_user(users))
+            return users.get(op.name, next(iter(users.values())))
     return None
-
-
-def _reason_of_first_user(reasons_by_user: Mapping[str, str]) -> str:
-    """Of the ops that need all of a list, the reason of the first one.
-
-    Args:
-      reasons_by_user: why each of them needs all of it, by its name.
-    """
-    return next(iter(reasons_by_user.values()))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Optional
+from typing import Any, Optional
 
 import tensorflow.compat.v1 as tf
 
@@ -29,14 +29,6 @@ CallRule = Callable[['Scope', Any, Sequence[Placement]], Optional[Decision]]
 
 ALL = 'all'
 """In place of a sparse tensor's name, which has a colon: its sums are those of all examples."""
-
-
-class Rules(NamedTuple):
-    """What propagation asks about an op, by the op's type."""
-
-    of_ops: Mapping[str, Rule]
-    of_calls: Mapping[str, CallRule]  # loops, branches and calls, those of TensorFlow 1, too
-    heavy: Container[str]  # worth sharding along row spaces that aren't the batch's
 
 
 class EqualNames:
@@ -78,6 +70,7 @@ class Scope:
     Attributes:
       batch: the batch's row space.
       rules: by types of ops.
+      call_rules: those of loops, branches and calls, those of TensorFlow 1, too.
       sizes: the sizes of tensors, in terms of the global batch. In a function, which each tower
         calls, the batch in them stands for the tower's examples.
       in_function: nothing can be gathered in a function, nor reduced but in a joint loop.
@@ -100,7 +93,8 @@ class Scope:
     """
 
     batch: RowSpace
-    rules: Rules
+    rules: Mapping[str, Rule]
+    call_rules: Mapping[str, CallRule]
     sizes: Sizes
     in_function: bool = False
     is_joint: bool = False

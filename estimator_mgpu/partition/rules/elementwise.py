@@ -20,27 +20,25 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals import op_types
 
-_ARITHMETIC = """
+# Arithmetic, functions, activations, comparisons and bits, complex numbers, copies and types.
+_EACH_ENTRY = """
     Add AddN AddV2 Ceil ClipByValue Div DivNoNan Floor FloorDiv FloorMod Maximum Minimum Mod Mul
     MulNoNan Neg NextAfter RealDiv Reciprocal ReciprocalGrad Rint Round Sign SquaredDifference Sub
     TruncateDiv TruncateMod Abs Inv InvGrad
-"""
-_FUNCTIONS = """
+
     Acos Acosh Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e Betainc Cos Cosh Digamma Erf Erfc
     Erfinv Exp Expm1 Igamma IgammaGradA Igammac Lgamma Log Log1p Ndtri Polygamma Pow Rsqrt
     RsqrtGrad Sin Sinh Sqrt SqrtGrad Square Tan Xdivy Xlog1py Xlogy Zeta
-"""
-_ACTIVATIONS = """
+
     Elu EluGrad LeakyRelu LeakyReluGrad Relu Relu6 Relu6Grad ReluGrad Selu SeluGrad Sigmoid
     SigmoidGrad Softplus SoftplusGrad Softsign SoftsignGrad Tanh TanhGrad
-"""
-_COMPARISONS_AND_BITS = """
+
     ApproximateEqual BitwiseAnd BitwiseOr BitwiseXor Equal Greater GreaterEqual Invert IsFinite
     IsInf IsNan LeftShift Less LessEqual LogicalAnd LogicalNot LogicalOr NotEqual PopulationCount
     RightShift SelectV2
-"""
-_COMPLEX_NUMBERS = 'Angle Complex ComplexAbs Conj Imag Real'
-_COPIES_AND_TYPES = """
+
+    Angle Complex ComplexAbs Conj Imag Real
+
     Bucketize Cast CheckNumerics CheckNumericsV2 DeepCopy FakeQuantWithMinMaxArgs
     FakeQuantWithMinMaxArgsGradient Identity OnesLike PreventGradient Snapshot StopGradient
     ZerosLike
@@ -104,12 +102,7 @@ def _row_spaces(dims: list[Size]) -> tuple[RowSpace | None, ...]:
 
 
 _RULES: dict[str, Rule] = {
-    _ARITHMETIC: FAMILIES['elementwise'],
-    _FUNCTIONS: FAMILIES['elementwise'],
-    _ACTIVATIONS: FAMILIES['elementwise'],
-    _COMPARISONS_AND_BITS: FAMILIES['elementwise'],
-    _COMPLEX_NUMBERS: FAMILIES['elementwise'],
-    _COPIES_AND_TYPES: FAMILIES['elementwise'],
+    _EACH_ENTRY: FAMILIES['elementwise'],
     'FakeQuantWithMinMaxVars': 'S * * -> S',  # The minimum and the maximum are scalars.
     'FakeQuantWithMinMaxVarsGradient': 'S S * * -> S * * (sum)',
     'IdentityN': _identity_n,

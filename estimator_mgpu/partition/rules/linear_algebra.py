@@ -16,14 +16,9 @@ from estimator_mgpu.partition.size_inference import Sizes
 
 def _matmul(op: tf.Operation, sizes: Sizes) -> str:
     """'Smk Skn -> Smn (sum)' for `MatMul` and batches of products, with transposed operands."""
-    if op.type == 'MatMul':
-        transposes_x = op.get_attr('transpose_a')
-        transposes_y = op.get_attr('transpose_b')
-    else:
-        transposes_x = op.get_attr('adj_x')
-        transposes_y = op.get_attr('adj_y')
-    x = 'km' if transposes_x else 'mk'
-    y = 'nk' if transposes_y else 'kn'
+    is_matmul = op.type == 'MatMul'
+    x = 'km' if op.get_attr('transpose_a' if is_matmul else 'adj_x') else 'mk'
+    y = 'nk' if op.get_attr('transpose_b' if is_matmul else 'adj_y') else 'kn'
     return f'S{x} S{y} -> Smn (sum)'
 
 

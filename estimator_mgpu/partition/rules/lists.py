@@ -102,7 +102,7 @@ def decide(
             return None
         return Decision(OpPlan((LOCAL,) * len(op.inputs)), [placements[0]])
     if op.type == 'TensorListFromTensor':
-        return _unstack(op, placements[0], sizes)
+        return _unstack(op, placements[0], batch, sizes)
     if op.type in _PUT:
         return _put(op, placements, batch, sizes)
 
@@ -141,7 +141,9 @@ def _on_first_input(op: tf.Operation, placements: Sequence[Placement | None]) ->
     return Decision(OpPlan(tuple(needs[: len(op.inputs)])), placements)
 
 
-def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision | None:
+def _unstack(
+    op: tf.Operation, placement: Placement, batch: RowSpace, sizes: Sizes
+) -> Decision | None:
     """`TensorListFromTensor`: of [time, batch, units], it makes a list of [batch, units].
 
     Of [batch, units], it makes a list with an element for each example.
@@ -151,7 +153,7 @@ def _unstack(op: tf.Operation, placement: Placement, sizes: Sizes) -> Decision |
     by_row = row_list(op.inputs[0], placement, sizes)
     if by_row is not None:
         return Decision(OpPlan((LOCAL, FULL)), [by_row])
-    elements = _list_of(op.inputs[0], placement, sizes, stacked=1)
+    elements = list_with(op.inputs[0], placement, batch, sizes, stacked=1)
     if elements is None:
         return None
     return Decision(OpPlan((LOCAL, _any_shape(op.inputs[1]))), [elements])
@@ -262,6 +264,8 @@ def list_with(
 ) -> ListPlacement | None:
     """The placement of a list into which a value is put; None if it isn't known.
 
+    Nor if it isn't known how many entries an example has in a shard.
+
     Args:
       placement: the value's.
       batch: the batch's row space.
@@ -269,25 +273,18 @@ def list_with(
       stacked: 1 if the value is several elements, stacked along a new dimension 0.
     """
     if isinstance(placement, Shard):
-        return _list_of(value, placement, sizes, stacked)
+        factor = sizes.per_row(value, placement.axis, placement.rows)
+        if factor is None or factor.static is None or placement.axis < stacked:
+            return None
+        axis = placement.axis - stacked
+        rank = sizes.rank(value) - stacked
+        return ShardList(axis, placement.rows, factor, rank, placement.in_blocks)
     if isinstance(placement, NotGatherable) and not isinstance(placement, CountedByTower):
         return NestedList(placement)
     entries = sizes.entries(value) or []
     if placement == REPLICATE and not stacked and any(batch in size.symbols for size in entries):
         return SizeList(tuple(entries))
     return None
-
-
-def _list_of(tensor: tf.Tensor, shard: Shard, sizes: Sizes, stacked: int) -> ShardList | None:
-    """A list of shards like a tensor's; None if it isn't known how many entries an example has.
-
-    If `stacked` is 1, the elements are those along dimension 0.
-    """
-    factor = sizes.per_row(tensor, shard.axis, shard.rows)
-    if factor is None or factor.static is None or shard.axis < stacked:
-        return None
-    rank = sizes.rank(tensor)
-    return ShardList(shard.axis - stacked, shard.rows, factor, rank - stacked, shard.in_blocks)
 
 
 def _any_shape(shape: tf.Tensor) -> Constant:

@@ -21,11 +21,6 @@ from estimator_mgpu.partition.rules.notation import (
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.tf_internals import op_types
 
-_ONE_INPUT = 'n... -> n...'
-_THREE_INPUTS = 'n... n... n... -> n...'
-_WITH_WEIGHTS = 'n... * -> n...'
-_GRADIENT_OF_WEIGHTS = 'n... * n... -> * (sum)'
-
 _NORMS = ' '.join(op_types.BATCH_NORMS)
 _NORM_GRADIENTS = ' '.join(op_types.BATCH_NORMS.values())
 # Fused batch normalization with given statistics, as in evaluation. In training, statistics are
@@ -74,25 +69,27 @@ DENSE = table(_DENSE)
 
 _RULES: dict[str, Rule] = {
     # Convolutions.
-    'Conv2D Conv3D DepthwiseConv2dNative Dilation2D': _WITH_WEIGHTS,
+    'Conv2D Conv3D DepthwiseConv2dNative Dilation2D': 'n... * -> n...',
     # The first input is the shape of the gradient, which has the examples' number in it.
     'Conv2DBackpropInput DepthwiseConv2dNativeBackpropInput': '#n___ * n___ -> n___',
     'Conv3DBackpropInputV2': '#n____ * n____ -> n____',
     'Dilation2DBackpropInput': 'n... * n... -> n...',
-    'Conv2DBackpropFilter Conv3DBackpropFilterV2': _GRADIENT_OF_WEIGHTS,
-    'DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter': _GRADIENT_OF_WEIGHTS,
+    'Conv2DBackpropFilter Conv3DBackpropFilterV2': 'n... * n... -> * (sum)',
+    'DepthwiseConv2dNativeBackpropFilter Dilation2DBackpropFilter': 'n... * n... -> * (sum)',
     # Pooling.
-    'AvgPool AvgPool3D MaxPool MaxPool3D': _ONE_INPUT,
+    'AvgPool AvgPool3D MaxPool MaxPool3D': 'n... -> n...',
     'AvgPoolGrad AvgPool3DGrad': '#n... n... -> n...',
-    'MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad': _THREE_INPUTS,
+    'MaxPoolGrad MaxPool3DGrad MaxPoolGradGrad MaxPool3DGradGrad': 'n... n... n... -> n...',
     'MaxPoolV2': 'n... * * -> n...',
     'MaxPoolGradV2': 'n... n... n... * * -> n...',
     # With the batch in the index, entries are counted from the batch's first.
     'MaxPoolWithArgmax': by_attribute('include_batch_in_index', {False: 'n... -> n... n...'}),
-    'MaxPoolGradWithArgmax': by_attribute('include_batch_in_index', {False: _THREE_INPUTS}),
+    'MaxPoolGradWithArgmax': by_attribute(
+        'include_batch_in_index', {False: 'n... n... n... -> n...'}
+    ),
     # Normalization.
-    'LRN': _ONE_INPUT,
-    'LRNGrad': _THREE_INPUTS,
+    'LRN': 'n... -> n...',
+    'LRNGrad': 'n... n... n... -> n...',
     _NORMS: _norm,
     _NORM_GRADIENTS: by_attribute('is_training', {False: _NORM_GRADIENT_OF_GIVEN}),
     # Recurrent cells, whose weights and biases each tower needs in full.

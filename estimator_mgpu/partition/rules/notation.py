@@ -310,8 +310,8 @@ class TextRule(NamedTuple):
           NotSharded: if the rank of a tensor is unknown.
           ValueError: if the op has another number of inputs or outputs.
         """
-        input_words = self.words_of_inputs(len(op.inputs))
-        output_words = self.words_of_outputs(len(op.outputs))
+        input_words = word_for_each(self.inputs, len(op.inputs), 'inputs')
+        output_words = word_for_each(self.outputs, len(op.outputs), 'outputs')
         input_dims = [_dims(tensor, sizes, one) for one, tensor in zip(input_words, op.inputs)]
 
         lengths = _lengths_of_capitals(input_words, input_dims)
@@ -340,14 +340,6 @@ class TextRule(NamedTuple):
         output_dims = [shapes.get(labels) for labels in output_labels]
         return Signature(operands, output_labels, self.reduce, output_dims)
 
-    def words_of_inputs(self, count: int) -> list[str]:
-        """A word for each of an op's `count` inputs; raises ValueError if it can't have as many."""
-        return _word_for_each(self.inputs, count, 'inputs')
-
-    def words_of_outputs(self, count: int) -> list[str]:
-        """The same for an op's outputs."""
-        return _word_for_each(self.outputs, count, 'outputs')
-
 
 def _other_ranks(op: tf.Operation, one: str, marks: int, tensor: str, rank: int) -> OtherRanks:
     """The error for a word that has marks for other dimensions than the tensor has."""
@@ -356,8 +348,12 @@ def _other_ranks(op: tf.Operation, one: str, marks: int, tensor: str, rank: int)
     )
 
 
-def _word_for_each(words: Sequence[str], count: int, kind: str) -> list[str]:
-    """A word for each of `count` tensors: ['n', 'S+'] for three is ['n', 'S', 'S']."""
+def word_for_each(words: Sequence[str], count: int, kind: str) -> list[str]:
+    """A word for each of `count` tensors: ['n', 'S+'] for three is ['n', 'S', 'S'].
+
+    Raises:
+      ValueError: if the words can't be for as many.
+    """
     repeats = 1 + count - len(words)  # of the word with a '+'
     result: list[str] = []
     for one in words:

@@ -16,7 +16,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules import elementwise, shapes
 from estimator_mgpu.partition.rules.notation import NotSharded, labels_of, signature_of
-from estimator_mgpu.partition.rules.zeros import is_one
+from estimator_mgpu.partition.rules.zeros import is_filled_with
 from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import ONE, RowSpace, Size
 from estimator_mgpu.tf_internals.node_defs import slice_masks
@@ -93,14 +93,20 @@ def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
     return None if column < 0 else column
 
 
-def behind_casts(indices: tf.Tensor) -> tf.Tensor:
-    """What indices were before identities, and casts that keep all numbers of rows."""
-    while indices.op.type in ('Cast', 'Identity'):
-        before = indices.op.inputs[0]
-        if not {indices.dtype, before.dtype} <= _NUMBERS_OF_ROWS:
+def behind_casts(numbers: tf.Tensor, may_narrow: bool = True) -> tf.Tensor:
+    """What integers were before identities, and casts that keep them.
+
+    Args:
+      may_narrow: whether they count rows, so that a cast from int64 to int32 keeps them as well.
+    """
+    while numbers.op.type in ('Cast', 'Identity'):
+        before = numbers.op.inputs[0]
+        if not {numbers.dtype, before.dtype} <= _NUMBERS_OF_ROWS:
             break
-        indices = before
-    return indices
+        if not may_narrow and before.dtype.size > numbers.dtype.size:
+            break
+        numbers = before
+    return numbers
 
 
 def _first_is_row(indices: tf.Tensor, sizes: Sizes) -> bool:
@@ -134,7 +140,7 @@ def _is_position(tensor: tf.Tensor, axis: int, sizes: Sizes) -> bool:
     if op.type == 'Mul':
         left, right = op.inputs
         return any(
-            is_one(ones) and _is_broadcast_position(factor, tensor, axis, sizes)
+            is_filled_with(1, ones) and _is_broadcast_position(factor, tensor, axis, sizes)
             for factor, ones in [(left, right), (right, left)]
         )
     axis_before = _axis_before(tensor, axis, sizes)

@@ -8,17 +8,12 @@ how the number of its row is made for each value of a ragged tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.rules.row_indices import behind_casts, column_of
 from estimator_mgpu.partition.size_inference import Sizes, counts_from_0
 from estimator_mgpu.partition.sizes import Size, Splits
 from estimator_mgpu.tf_internals.node_defs import slice_masks
-
-Before = Callable[[tf.Tensor], tf.Tensor]
-"""Gives what a tensor was before casts."""
 
 # The first entries of keys.
 _ROW_SPLITS = 'row splits'
@@ -63,58 +58,59 @@ def of_sequence_mask(mask: tf.Tensor, sizes: Sizes) -> tuple[str, str] | None:
         return None
     # Row splits and indices count what is there, and so casts to int32 keep them. Lengths that a
     # model makes up may be any numbers: -2 ** 33 + 2, as int32, is 2.
-    key = _of_mask(mask, sizes, behind_casts)
+    key = _of_mask(mask, sizes, may_narrow=True)
     if key is not None and key[0] == _LENGTHS:
-        return _of_mask(mask, sizes, _behind_widening)
+        return _of_mask(mask, sizes, may_narrow=False)
     return key
 
 
-def _of_mask(mask: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str] | None:
+def _of_mask(mask: tf.Tensor, sizes: Sizes, may_narrow: bool) -> tuple[str, str] | None:
+    """The same; `may_narrow` as in `behind_casts`."""
     places, lengths = mask.op.inputs
-    lengths = before(lengths)
+    lengths = behind_casts(lengths, may_narrow)
     if not counts_from_0(places.op, sizes) or lengths.op.type != 'ExpandDims':
         return None
     axis = sizes.numbers(lengths.op.inputs[1])
     if axis not in ([-1], [sizes.rank(lengths) - 1]):
         return None
 
-    limit = before(places.op.inputs[1])
+    limit = behind_casts(places.op.inputs[1], may_narrow)
     if limit.op.type != 'Maximum' or sizes.entries(limit.op.inputs[0]) != [Size(0)]:
         return None
-    longest = before(limit.op.inputs[1])
+    longest = behind_casts(limit.op.inputs[1], may_narrow)
     if longest.op.type != 'Max':
         return None
     of, axes = longest.op.inputs
     is_of_all = sizes.numbers(axes) == list(range(sizes.rank(of)))
-    key = _of_lengths(lengths.op.inputs[0], sizes, before)
-    return key if is_of_all and _of_lengths(of, sizes, before) == key else None
+    key = _of_lengths(lengths.op.inputs[0], sizes, may_narrow)
+    return key if is_of_all and _of_lengths(of, sizes, may_narrow) == key else None
 
 
-def _of_lengths(lengths: tf.Tensor, sizes: Sizes, before: Before) -> tuple[str, str]:
+def _of_lengths(lengths: tf.Tensor, sizes: Sizes, may_narrow: bool) -> tuple[str, str]:
     """What says how long rows are: row splits, indices, or the tensor with the lengths."""
-    lengths = _behind_reshapes(lengths, sizes, before)
-    splits = _splits_before(lengths.op, sizes, before)
+    lengths = _behind_reshapes(lengths, sizes, may_narrow)
+    splits = _splits_before(lengths.op, sizes, may_narrow)
     if splits is not None:
         summed = _lengths_before_sum(splits, sizes)
         if summed is not None:
-            return _of_lengths(summed, sizes, before)
+            return _of_lengths(summed, sizes, may_narrow)
         return of_splits(splits) if _is_of_batch(splits, sizes) else (_LENGTHS, splits.name)
     if is_count(lengths.op):
-        rows = _behind_reshapes(lengths.op.inputs[0], sizes, behind_casts)
+        rows = _behind_reshapes(lengths.op.inputs[0], sizes, may_narrow=True)
         if rows.op.type == 'StridedSlice' and column_of(rows.op, sizes) == 0:
             return of_indices(rows.op.inputs[0])
     return _LENGTHS, lengths.name
 
 
-def _splits_before(op: tf.Operation, sizes: Sizes, before: Before) -> tf.Tensor | None:
+def _splits_before(op: tf.Operation, sizes: Sizes, may_narrow: bool) -> tf.Tensor | None:
     """The row splits of which an op gives the lengths, as `splits[1:] - splits[:-1]`; or None."""
     if op.type != 'Sub':
         return None
-    ends, starts = map(before, op.inputs)
+    ends, starts = (behind_casts(operand, may_narrow) for operand in op.inputs)
     if not _is_slice(ends, 'begin', 1, sizes) or not _is_slice(starts, 'end', -1, sizes):
         return None
-    splits = before(ends.op.inputs[0])
-    return splits if splits is before(starts.op.inputs[0]) else None
+    splits = behind_casts(ends.op.inputs[0], may_narrow)
+    return splits if splits is behind_casts(starts.op.inputs[0], may_narrow) else None
 
 
 def _is_of_batch(splits: tf.Tensor, sizes: Sizes) -> bool:
@@ -136,21 +132,11 @@ def _lengths_before_sum(splits: tf.Tensor, sizes: Sizes) -> tf.Tensor | None:
     return ends.op.inputs[0] if is_plain and sizes.rank(ends) == 1 else None
 
 
-def _behind_widening(tensor: tf.Tensor) -> tf.Tensor:
-    """What a tensor was before identities and casts from int32 to int64, which keep numbers."""
-    while tensor.op.type in ('Cast', 'Identity'):
-        before = tensor.op.inputs[0]
-        if before.dtype != tensor.dtype and (before.dtype, tensor.dtype) != (tf.int32, tf.int64):
-            break
-        tensor = before
-    return tensor
-
-
-def _behind_reshapes(tensor: tf.Tensor, sizes: Sizes, before: Before) -> tf.Tensor:
+def _behind_reshapes(tensor: tf.Tensor, sizes: Sizes, may_narrow: bool) -> tf.Tensor:
     """What a tensor was before casts, and before what leaves its shape as it is."""
-    tensor = before(tensor)
+    tensor = behind_casts(tensor, may_narrow)
     while tensor.op.type in ('BroadcastTo', 'Reshape') and _keeps_dims(tensor.op, sizes):
-        tensor = before(tensor.op.inputs[0])
+        tensor = behind_casts(tensor.op.inputs[0], may_narrow)
     return tensor
 
 

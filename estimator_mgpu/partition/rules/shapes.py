@@ -10,7 +10,6 @@ blocks apart: see `Shard.in_blocks`. On a tower they do so with blocks of its ro
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -151,9 +150,7 @@ def _shardable_axes(dims: Sequence[Size]) -> list[int]:
     If some dimensions are multiples of the number of rows, as in [batch, 6], these only.
     """
     with_rows = [axis for axis, size in enumerate(dims) if size.rows]
-    if with_rows:
-        return with_rows
-    return [axis for axis, size in enumerate(dims) if size != ONE]
+    return with_rows or [axis for axis, size in enumerate(dims) if size != ONE]
 
 
 def _may_have_same_rows(size: Size, other: Size) -> bool:
@@ -173,55 +170,41 @@ def _may_have_same_rows(size: Size, other: Size) -> bool:
 # Slices.
 
 
-class _SliceLabels(NamedTuple):
-    """The labels of a strided slice: `x[:, 1:3]` can be sharded along dimension 0, not 1."""
-
-    input: tuple[Label, ...]
-    output: tuple[Label, ...]
-    # Of the entries of the inputs `begin` and `end`: the dimension whose size, or part, they are.
-    begin: tuple[Label, ...]
-    end: tuple[Label, ...]
-    dims: list[Size | None]  # of the output, where the labels don't tell them
-    part: tuple[RowSpace, Size, Size] | None  # of all rows, those from the first to before the last
-    in_blocks: dict[Label, bool]
-
-
 def _strided_slice(op: tf.Operation, sizes: Sizes) -> Signature:
     """`StridedSlice`: along the dimensions of which all entries are taken, or whole blocks."""
-    dims = require(sizes.dims(op.inputs[0]))
-    labels = _slice_labels(op, dims, sizes)
-    output_dims = list(labels.dims)
-    if labels.part is not None:
-        output_dims[0] = _size_of_range(*labels.part, op.outputs[0], sizes)
-    return Signature(
-        [labels.input, SizesOf(labels.begin), SizesOf(labels.end), FULL],
-        [labels.output],
-        dims=[output_dims],
-        in_blocks=labels.in_blocks,
-    )
+    return _slice_of(op, require(sizes.dims(op.inputs[0])), sizes)
 
 
 def _strided_slice_grad(op: tf.Operation, sizes: Sizes) -> Signature:
     """`StridedSliceGrad`: its first input is the shape of what was sliced."""
     dims = require(sizes.entries(op.inputs[0]))
-    labels = _slice_labels(op, dims, sizes, sizes.dims(op.inputs[4]))
-    sizes_of = [SizesOf(own) for own in (labels.input, labels.begin, labels.end)]
+    forward = _slice_of(op, dims, sizes, sizes.dims(op.inputs[4]))
+    sliced, *begin_end_stride = forward.inputs
+    assert isinstance(sliced, tuple)
     return Signature(
-        [*sizes_of, FULL, labels.output], [labels.input], dims=[dims], in_blocks=labels.in_blocks
+        [SizesOf(sliced), *begin_end_stride, *forward.outputs],
+        [sliced],
+        dims=[dims],
+        in_blocks=forward.in_blocks,
     )
 
 
-def _slice_labels(
+def _slice_of(
     op: tf.Operation,
     dims: Sequence[Size],
     sizes: Sizes,
-    output_dims: Sequence[Size] | None = None,
-) -> _SliceLabels:
-    """The labels of a slice of a tensor with these dimensions, and of the slice's, if known.
+    dims_of_gradient: Sequence[Size] | None = None,
+) -> Signature:
+    """The signature of a strided slice: `x[:, 1:3]` can be sharded along dimension 0, not 1.
 
     An op's inputs 1 to 3 have the begin, the end and the stride of each index of `x[i, ..., j]`.
     Bits of its masks say which indices are something else: an ellipsis, `tf.newaxis`, a number (it
     "shrinks" the dimension away), or a slice without a begin or an end.
+
+    Args:
+      op: the slice, or its gradient.
+      dims: of what is sliced.
+      dims_of_gradient: of a gradient, those of the slice.
     """
     begin = require(sizes.entries(op.inputs[1]))
     end = require(sizes.entries(op.inputs[2]))
@@ -239,10 +222,10 @@ def _slice_labels(
 
     input_labels: list[Label] = []
     output_labels: list[Label] = []
+    # Of the entries of `begin` and `end`: the dimension whose size, or part, they are.
     begin_labels: list[Label] = []
     end_labels: list[Label] = []
     in_blocks: dict[Label, bool] = {}  # dimensions of which blocks are taken
-    part: tuple[RowSpace, Size, Size] | None = None
     output_sizes: dict[int, Size] = {}  # where the labels don't tell them, by the output's axis
     for i in positions:
         axis = len(input_labels)  # the dimension that the index is for
@@ -259,8 +242,8 @@ def _slice_labels(
             first = Size(0) if is_set('begin', i) else begin[i]
             last = dims[axis] if is_set('end', i) else end[i]
             rows = dims[axis].rows
-            if rows is None and output_dims is not None:
-                rows = output_dims[len(output_labels)].rows
+            if rows is None and dims_of_gradient is not None:
+                rows = dims_of_gradient[len(output_labels)].rows
             blocks = _size_of_blocks(first, last, dims[axis], rows)
             if stride[i] == ONE and first == Size(0) and last.same_as(dims[axis]):
                 label = axis
@@ -273,10 +256,10 @@ def _slice_labels(
             elif (
                 stride[i] == ONE
                 and axis == len(output_labels) == 0
-                and rows
                 and _is_of_rows(dims[0])
+                and dims_of_gradient is None
             ):
-                part = rows, first, last
+                output_sizes[0] = _size_of_range(dims[0], first, last, op.outputs[0], sizes)
             input_labels.append(label)
             output_labels.append(label)
         # A begin that is masked isn't looked at, and 0 is 0 on each tower.
@@ -286,14 +269,12 @@ def _slice_labels(
 
     rest = range(len(input_labels), len(dims))
     output_labels += rest
-    return _SliceLabels(
-        (*input_labels, *rest),
-        tuple(output_labels),
-        tuple(begin_labels),
-        tuple(end_labels),
-        [output_sizes.get(axis) for axis in range(len(output_labels))],
-        part,
-        in_blocks,
+    sizes_of = [SizesOf(tuple(labels)) for labels in (begin_labels, end_labels)]
+    return Signature(
+        [(*input_labels, *rest), *sizes_of, FULL],
+        [tuple(output_labels)],
+        dims=[[output_sizes.get(axis) for axis in range(len(output_labels))]],
+        in_blocks=in_blocks,
     )
 
 
@@ -302,16 +283,12 @@ def _is_of_rows(size: Size) -> bool:
     return size.rows is not None and size == size.rows.size
 
 
-def _size_of_range(
-    rows: RowSpace, first: Size, last: Size, tensor: tf.Tensor, sizes: Sizes
-) -> Size:
+def _size_of_range(dim: Size, first: Size, last: Size, tensor: tf.Tensor, sizes: Sizes) -> Size:
     """The size of a slice of rows, from the first one to before the last one: see `_size_of_part`.
 
     As in Python, numbers below 0 are counted from the end, and there may be fewer rows.
     """
-    if last.same_as(rows.size):
-        last = rows.size
-    return _size_of_part((rows, first, last), tensor, sizes)
+    return _size_of_part((dim.rows, first, dim if last.same_as(dim) else last), tensor, sizes)
 
 
 def _size_of_part(part: tuple[Hashable, ...], tensor: tf.Tensor, sizes: Sizes) -> Size:
@@ -364,18 +341,16 @@ def _slice(op: tf.Operation, sizes: Sizes) -> Signature:
     output_dims: list[Size | None] = []
     in_blocks: dict[Label, bool] = {}
     for axis, dim in enumerate(dims):
-        from_start = begin[axis] == Size(0)
-        to_end = size[axis] == Size(-1) or size[axis].same_as(dim)
-        blocks = part = None
-        if not (from_start and to_end):
-            end = _end(begin[axis], size[axis], dim)
-            blocks = _size_of_blocks(begin[axis], end, dim, dim.rows)
-            if axis == 0 and blocks is None and end != Size(-1) and dim.rows and _is_of_rows(dim):
-                part = _size_of_range(dim.rows, begin[0], end, op.outputs[0], sizes)
+        end = _end(begin[axis], size[axis], dim)
+        is_full = begin[axis] == Size(0) and end.same_as(dim)
+        blocks = None if is_full else _size_of_blocks(begin[axis], end, dim, dim.rows)
+        part = None
         if blocks is not None:
             in_blocks[axis] = True
-        labels.append(axis if (from_start and to_end) or blocks is not None else None)
-        begin_labels.append(axis if blocks is not None and not from_start else None)
+        elif not is_full and axis == 0 and end != Size(-1) and _is_of_rows(dim):
+            part = _size_of_range(dim, begin[0], end, op.outputs[0], sizes)
+        labels.append(axis if axis in in_blocks or is_full else None)
+        begin_labels.append(axis if axis in in_blocks and begin[axis] != Size(0) else None)
         output_dims.append(blocks or part)
     return Signature(
         [tuple(labels), SizesOf(tuple(begin_labels)), SizesOf(tuple(labels))],

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
@@ -43,49 +42,12 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import RowSpace, Size
 from estimator_mgpu.tf_internals.v1_loops import passed_on
 
-
-class _Put(NamedTuple):
-    """An op that puts values into a list."""
-
-    value: int  # the input that is put
-    stacked: int  # 1 if that is several elements, stacked along a new dimension 0
-
-
-PUTS = {
-    'StackPushV2': _Put(1, 0),
-    'TensorArrayScatterV3': _Put(2, 1),
-    'TensorArrayWriteV3': _Put(2, 0),
-}
-# Ops that take elements out; 1 if these are stacked along a new dimension 0.
+# Ops that put an input into a list: which one; and 1 if it's several elements, stacked along a new
+# dimension 0.
+PUTS = {'StackPushV2': (1, 0), 'TensorArrayScatterV3': (2, 1), 'TensorArrayWriteV3': (2, 0)}
+# Ops that take elements out; 1 if these are stacked.
 _GETS = {'StackPopV2': 0, 'TensorArrayGatherV3': 1, 'TensorArrayReadV3': 0}
 _STACK_OPS = ('StackPopV2', 'StackPushV2')  # the ops that have no flow
-
-
-def decide(
-    op: tf.Operation,
-    placements: Sequence[Placement],
-    batch: RowSpace,
-    sizes: Sizes,
-    in_function: bool,
-    assumes: bool,
-) -> Decision | None:
-    """How an op on a TensorArray or a stack is sharded; None if it has to run once.
-
-    Args:
-      op: one whose first input is a handle.
-      placements: of the op's inputs; the handle's is that of the list.
-      batch: the batch's row space.
-      sizes: where the sizes of an element that is a shape are recorded.
-      in_function: whether the op is in a loop, which towers have copies of: then all lists that
-        are used there are towers' own.
-      assumes: whether the loop is visited again if the op changes the list's placement.
-    """
-    decision = _ListOp(op, placements, batch, sizes, in_function, assumes).decision()
-    if decision is None or op.type in _STACK_OPS:
-        return decision
-    # The list is the tower's own, and so is the flow by which the op comes after those before it.
-    flow = op.inputs[-1]
-    return decision._replace(lists=[*decision.lists, (flow, FLOW)])
 
 
 def new_list(op: tf.Operation, placement: Placement) -> OpPlan:
@@ -113,8 +75,18 @@ def _local_attrs(op: tf.Operation, placement: Placement) -> dict[str, LocalShape
 
 
 @dataclass
-class _ListOp:
-    """An op, with what `decide` is told of it."""
+class HandleOp:
+    """An op on a TensorArray or a stack.
+
+    Attributes:
+      op: one whose first input is a handle.
+      placements: of the op's inputs; the handle's is that of the list.
+      batch: the batch's row space.
+      sizes: where the sizes of an element that is a shape are recorded.
+      in_function: whether the op is in a loop, which towers have copies of: then all lists that
+        are used there are towers' own.
+      assumes: whether the loop is visited again if the op changes the list's placement.
+    """
 
     op: tf.Operation
     placements: Sequence[Placement]
@@ -128,8 +100,16 @@ class _ListOp:
         """The placement of the list. It's replicated if nothing is known of the list so far."""
         return self.placements[0]
 
-    def decision(self) -> Decision | None:
-        """How the op is sharded, but for its flow."""
+    def decide(self) -> Decision | None:
+        """How the op is sharded; None if it has to run once."""
+        decision = self._decide_but_flow()
+        if decision is None or self.op.type in _STACK_OPS:
+            return decision
+        # The list is the tower's own, and so is the flow by which the op comes after others.
+        flow = self.op.inputs[-1]
+        return decision._replace(lists=[*decision.lists, (flow, FLOW)])
+
+    def _decide_but_flow(self) -> Decision | None:
         if self.op.type in PUTS:
             return self._put()
         if self.current == REPLICATE and not self.in_function:
@@ -158,13 +138,13 @@ class _ListOp:
 
     def _put(self) -> Decision | None:
         """A value becomes an element, or several."""
-        put = PUTS[self.op.type]
+        position, stacked = PUTS[self.op.type]
         handle = self.op.inputs[0]
-        value = self.op.inputs[put.value]
-        placement = self.placements[put.value]
+        value = self.op.inputs[position]
+        placement = self.placements[position]
         if isinstance(placement, Shard) and placement.rows is not self.batch:
             return None
-        by_row = lists.row_list(value, placement, self.sizes) if put.stacked else None
+        by_row = lists.row_list(value, placement, self.sizes) if stacked else None
         if by_row is not None:
             return self._unstack_rows(by_row)
         if self.current == placement == REPLICATE and not self.in_function:
@@ -173,11 +153,11 @@ class _ListOp:
         result: ListPlacement | None
         if placement == REPLICATE and isinstance(self.current, ShardList):
             result = self.current
-            axis = result.axis + put.stacked
+            axis = result.axis + stacked
             need: Need = Slice(axis, self.batch, result.factor, result.in_blocks)
             placement = Shard(axis, self.batch, result.in_blocks)
         else:
-            result = self._list_with(value, placement, put.stacked)
+            result = self._list_with(value, placement, stacked)
             need = LOCAL if placement != REPLICATE or self.in_function else FULL
         # If a list has elements in full, shards can't be put beside these. If it comes from outside
         # of the loop, they will be sharded as well in the next visit.
@@ -186,7 +166,7 @@ class _ListOp:
             return None
 
         needs = self._needs()
-        needs[put.value] = need
+        needs[position] = need
         plan = OpPlan(tuple(needs))
         if self.op.type in _STACK_OPS:  # It gives the value that was pushed.
             dims = self.sizes.dims(value) if isinstance(placement, Shard) else None

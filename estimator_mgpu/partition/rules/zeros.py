@@ -11,15 +11,11 @@ from estimator_mgpu.tf_internals.v1_loops import passed_on
 
 def is_zero(tensor: tf.Tensor) -> bool:
     """Whether the graph alone tells that all of a tensor's entries are zeros."""
-    return _is_filled_with(0, tensor)
+    return is_filled_with(0, tensor)
 
 
-def is_one(tensor: tf.Tensor) -> bool:
-    """Whether the graph alone tells that all of a tensor's entries are ones."""
-    return _is_filled_with(1, tensor)
-
-
-def _is_filled_with(number: int, tensor: tf.Tensor) -> bool:
+def is_filled_with(number: int, tensor: tf.Tensor) -> bool:
+    """The same for another number: 0 or 1."""
     tensor = passed_on(tensor)
     if tensor.op.type in op_types.ZEROS_ONES_LIKE:
         return op_types.ZEROS_ONES_LIKE[tensor.op.type] == number
