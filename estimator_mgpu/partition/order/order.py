@@ -224,6 +224,8 @@ class Order:
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)
         reads_late = read_late(op, self._behind)
+        if not has_effect and self.liveness.frame(op) and not any(map(_is_used, op.outputs)):
+            reads_late = set()  # Nobody can fetch what is in a loop.
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
             variables = reads_late | set(makers_of_state(op.inputs))
@@ -262,6 +264,10 @@ class Order:
         if not self._not_waited_for or op in self._not_waited_for:
             return False
         return not self._not_waited_for.isdisjoint(graphs.direct_inputs(op))
+
+
+def _is_used(output: tf.Tensor) -> bool:
+    return bool(output.consumers())
 
 
 def _runs_all_effects(branches: tf.Operation) -> bool:
