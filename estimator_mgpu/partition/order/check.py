@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec
-from estimator_mgpu.partition.order.accesses import makers_of_state, read_by_users
+from estimator_mgpu.partition.order.accesses import asks_for_value, makers_of_state, read_by_users
 from estimator_mgpu.partition.order.facts import VARIABLE, Facts, names_of, read_state
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.liveness import Liveness
@@ -127,6 +127,7 @@ class _Changed:
         self.liveness = Liveness(graph.get_operations())
         step = graphs.ancestors(results)
         self.ops = {op: befores for op, befores in order.items() if op in step}
+        self._results = set(results)
         self.behind = read_by_users(graph, self.ops)
 
         self.instances = defaultdict[str, list[tf.Operation]](list)
@@ -195,7 +196,7 @@ class _Changed:
         """The names of the ops for which one touches state; none if it doesn't."""
         name = self.original(op)
         if name in facts.names:
-            reads = name in facts.read and any(read_state(op, self.behind))
+            reads = name in facts.read and any(read_state(op, self.behind)) and self._is_seen(op)
             touches = name in facts.written or name in facts.effects or reads
             return [name] if touches else []
         # A read that was added serves the copies that use its value.
@@ -203,6 +204,11 @@ class _Changed:
             users = map(self.original, self._users(op))
             return [name for name in users if name in facts.before]
         return []
+
+    def _is_seen(self, op: tf.Operation) -> bool:
+        """Whether a step uses what an op gives, and not only its shape; or only waits for it."""
+        users = [user for output in op.outputs for user in output.consumers() if user in self.ops]
+        return op in self._results or any(map(asks_for_value, users))
 
     def _users(self, op: tf.Operation) -> Iterator[tf.Operation]:
         """The copies and the user's ops that use what an added op gives."""
@@ -350,14 +356,10 @@ def _towers_of_values(op: tf.Operation, changed: _Changed) -> int:
 
 def _has_to_wait(op: tf.Operation, before: tf.Operation, facts: Facts, changed: _Changed) -> bool:
     """Whether an op reads what something before another op, or that itself, writes."""
-    name = changed.original(op)
-    if name not in facts.before:
-        return False
     writes = 0
-    for first in facts.before[name]:
-        if facts.written.get(first, set()) & facts.read.get(name, set()):
-            for instance in changed.instances[first]:
-                writes |= changed.bits[instance]
+    for write in facts.writes_before.get(changed.original(op), ()):
+        for instance in changed.instances.get(write, ()):
+            writes |= changed.bits[instance]
     return bool(changed.waited_for[before] & writes)
 
 

@@ -52,6 +52,8 @@ class Facts:
       of_results: the side effects that each result runs.
       before: of an op, those before it that touch the same state, where one of the two writes;
         each with that state. What is in the opposite branch never runs with it, and isn't there.
+      writes_before: of an op, the writes before it of what it reads, also those that come before it
+        only if a branch is taken.
     """
 
     def __init__(self, graph: tf.Graph, results: Sequence[tf.Operation]):
@@ -94,6 +96,7 @@ class Facts:
         reads = self._bits_by_state(self.read)
         writes = self._bits_by_state(self.written)
         self.before: dict[str, dict[str, set[str]]] = {}
+        self.writes_before: dict[str, set[str]] = {}
         for op, bit in self._bits.items():
             before = defaultdict[str, set[str]](set)
             for state in self.written.get(op.name, ()):
@@ -103,6 +106,8 @@ class Facts:
             for state in self.read.get(op.name, ()):
                 for write in self._names_of(waited_for[op] & writes[state]):
                     before[write].add(state)
+                in_any_branch = self._names_of(upstream[op] & writes[state])
+                self.writes_before.setdefault(op.name, set()).update(in_any_branch)
             self.before[op.name] = {
                 other: states
                 for other, states in before.items()
