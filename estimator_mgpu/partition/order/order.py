@@ -77,6 +77,9 @@ class Order:
                 self._classify(op, op in users and self._ends_control_flow(op))
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
+        self._certainly_before = self._upstream  # the bits of what has run whenever an op has
+        if any(op.type in op_types.MERGE for op in may_be_dead):
+            self._certainly_before = upstream_bits(order, self._bit_of, self.certain)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
         self._let_enters_wait(order)
 
@@ -182,10 +185,10 @@ class Order:
             # These are waited for where the branch or loop ends.
             for end in self._ops_of(self.upstream(op) & ~self.bits(op)):
                 ends_branch = self.upstream(end) & by_output and self._ends_control_flow(end)
-                ends_other = self.upstream(end) & within and end not in self._not_waited_for
-                if ends_branch or ends_other:
+                ended = within & self._certainly_before.get(end, 0)
+                if ends_branch or (ended and end not in self._not_waited_for):
                     found.append(end)
-                    within &= ~self.upstream(end)
+                    within &= ~ended
         return list(dict.fromkeys(found))
 
     def _let_enters_wait(self, ops: Iterable[tf.Operation]) -> None:
