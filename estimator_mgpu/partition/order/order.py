@@ -140,12 +140,6 @@ class Order:
         writes = self.writes_to(self._variables[op])
         return [write for write in self._ops_of(writes) if self.upstream(write) & self.bits(op)]
 
-    def forget_read(self, op: tf.Operation) -> None:
-        """Notes that an op reads no variable any more, so that no write has to come after it."""
-        for variable in self._variables.pop(op, ()):
-            self._reads[variable] &= ~self.bits(op)
-        self.late_reads &= ~self.bits(op)
-
     def read_instead(self, op: tf.Operation, copies: Iterable[tf.Operation]) -> None:
         """Notes that copies of variables are read in the place of what an op reads."""
         for copy in copies:
@@ -157,7 +151,9 @@ class Order:
                 self._reads[variable] |= self.bits(copy)
             for write in self.writes_after(op):
                 self._upstream[write] |= self.bits(copy)
-        self.forget_read(op)
+        for variable in self._variables.pop(op, ()):
+            self._reads[variable] &= ~self.bits(op)
+        self.late_reads &= ~self.bits(op)
 
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
         """Ops that an op can wait for, by control edges, so that it waits for what is missing.
@@ -227,8 +223,9 @@ class Order:
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)
         reads_late = read_late(op, self._behind)
-        if not has_effect and self.liveness.frame(op) and not any(map(_is_used, op.outputs)):
-            reads_late = set()  # Nobody can fetch what is in a loop.
+        is_used = any(output.consumers() for output in op.outputs)
+        if self.liveness.frame(op) and not (is_used or has_effect):
+            reads_late = set()  # Nobody sees what is read: what is in a loop can't be fetched.
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
             variables = reads_late | set(makers_of_state(op.inputs))
@@ -267,10 +264,6 @@ class Order:
         if not self._not_waited_for or op in self._not_waited_for:
             return False
         return not self._not_waited_for.isdisjoint(graphs.direct_inputs(op))
-
-
-def _is_used(output: tf.Tensor) -> bool:
-    return bool(output.consumers())
 
 
 def _runs_all_effects(branches: tf.Operation) -> bool:
