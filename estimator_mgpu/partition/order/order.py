@@ -223,8 +223,7 @@ class Order:
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)
         reads_late = read_late(op, self._behind)
-        is_used = any(output.consumers() for output in op.outputs)
-        if self.liveness.frame(op) and not (is_used or has_effect):
+        if self.liveness.frame(op) and not (has_effect or any(o.consumers() for o in op.outputs)):
             reads_late = set()  # Nobody sees what is read: what is in a loop can't be fetched.
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
