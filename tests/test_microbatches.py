@@ -140,6 +140,23 @@ def test_a_slice_in_a_loop_waits_for_no_turn():
     assert 'while/while_context (loop)' in steps.of_graph(ours.graph).schedule.chained
 
 
+def test_a_turn_waits_for_no_call_in_a_loop():
+    """What each device is given for a call in a loop, or for its gradient, is in the loop, too."""
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', initializer=floats(3), use_resource=True)
+        called = tf.function(lambda net: tf.tanh(net) * 0.9, autograph=False)
+        body = lambda i, net: (i + 1, called(net))  # noqa: E731
+        _, net = tf.while_loop(lambda i, _: i < 2, body, (0, tf.tanh(features * scale)))
+        loss = tf.reduce_mean(tf.square(net * scale - labels))
+        [gradient] = tf.gradients(loss, scale)
+        return spec_of(mode, loss, scale.assign_sub(0.1 * gradient))
+
+    with behavior_of('v1'):
+        ours, _ = compare(model_fn, batches(12), 1, microbatches=2)
+    ours.graph.get_operation_by_name('replicate/gate_1')
+
+
 def ancestors_of(graph, name):
     """The names of what an op waits for."""
     return {op.name for op in graphs.ancestors([graph.get_operation_by_name(name)])}

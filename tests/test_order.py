@@ -138,6 +138,26 @@ def test_a_view_of_a_reference_variable_is_sent_after_the_write(view):
             compare(model_fn, BATCHES, towers)
 
 
+def test_a_reference_variable_is_sent_again_after_a_second_write():
+    """What reads after the second write is given what reads after the first one."""
+
+    def model_fn(features, labels, mode):
+        w = tf.get_variable('w', [1, 3], initializer=tf.zeros_initializer())
+        seen = tf.identity(w)
+        with tf.control_dependencies([tf.assign_add(w, tf.ones([1, 3]))]):
+            again = tf.identity(seen)
+        with tf.control_dependencies([again]):
+            written = tf.assign_add(w, tf.ones([1, 3]))
+        with tf.control_dependencies([written]):
+            x = tf.identity(features)
+        loss = tf.reduce_mean(tf.square(x * again - labels))
+        return spec_of(mode, loss, tf.assign_add(step(), 1), loss.op)
+
+    with behavior_of('v1'):
+        for towers in (1, 2, 3):
+            compare(model_fn, BATCHES, towers)
+
+
 def test_a_branch_is_sent_a_reference_variable_after_the_write():
     def model_fn(features, labels, mode):
         w = tf.get_variable('w', [1, 3], initializer=tf.zeros_initializer())

@@ -5,6 +5,7 @@ import os
 import pytest
 
 import random_programs
+import towers
 
 COUNT = int(os.environ.get('EXAMPLES', '25'))
 
@@ -23,3 +24,14 @@ def test_random_programs(behavior):
             left_out.append(f'{verdict.text}\n{program}')
     assert not failing, '\n\n'.join(failing)
     assert len(left_out) <= COUNT / 5, '\n\n'.join(left_out)
+
+
+@pytest.mark.no_cover
+@pytest.mark.core
+@pytest.mark.parametrize('seed', [1023, 1039, 1072, 1174])
+def test_programs_that_failed_once(seed):
+    """Branches, loops and their gradients, among many others that waited for too much or little."""
+    with towers.behavior_of('v1'):
+        program = random_programs.draw(seed, 'v1')
+        verdict = random_programs.check(program)
+    assert verdict.kind == 'same', f'{verdict.text}\n{program}'

@@ -631,6 +631,33 @@ def test_a_loop_that_waits_for_an_assignment():
         towers.compare(model_fn, batches, 3, static=False)
 
 
+@pytest.mark.parametrize('waits_for', ['value', 'reference'])
+def test_gradients_that_wait_for_their_loop(waits_for):
+    """Nobody uses the loop's gradients: one device doesn't count the loop's steps for them."""
+
+    def model_fn(features, labels, mode):
+        inside = tf.get_variable('inside', [WIDTH], initializer=tf.zeros_initializer())
+        mean = tf.reduce_mean(features, axis=0)
+
+        def body(i, total):
+            return i + 1, tf.tanh(total + tf.assign_add(inside, 0.5 * mean))
+
+        _, total = tf.while_loop(lambda i, _: i < 3, body, [0, mean], parallel_iterations=1)
+        loss = tf.reduce_mean(tf.square(features * (total + inside)))
+        if waits_for == 'reference':
+            before = tf.get_variable('before', [WIDTH], initializer=tf.zeros_initializer())
+            total = tf.assign(before, total)
+        with tf.control_dependencies([total]):
+            [gradient] = tf.gradients(loss, [inside])
+        with tf.control_dependencies([loss]):
+            train_op = tf.assign_sub(inside, 0.1 * gradient)
+        return tf.estimator.EstimatorSpec(mode, loss=loss, train_op=train_op)
+
+    batches = [(floats(8, WIDTH), None)] * 2
+    with towers.behavior_of('v1'):
+        towers.compare(model_fn, batches, 2)
+
+
 def test_the_parts_of_a_loop():
     """`i` and `h` go around, `limit` doesn't, and of `i` nothing comes out but in the condition."""
     with towers.behavior_of('v1'), tf.Graph().as_default() as graph:

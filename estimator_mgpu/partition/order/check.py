@@ -26,11 +26,11 @@ from typing import Any, Protocol
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import device_spec
-from estimator_mgpu.partition.order.accesses import makers_of_state, read_by_users
+from estimator_mgpu.partition.order.accesses import asks_for_value, makers_of_state, read_by_users
 from estimator_mgpu.partition.order.facts import VARIABLE, Facts, names_of, read_state
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.liveness import Liveness
-from estimator_mgpu.tf_internals.upstream import CertainWaits, union, upstream_bits
+from estimator_mgpu.tf_internals.upstream import CertainWaits, union_of, upstream_bits
 
 _SHOWN = 5  # problems in an error message
 
@@ -43,6 +43,16 @@ class AddedNames(Protocol):
 
     def is_added(self, name: str) -> bool:
         """Whether it's the name of a copy or of another op that was added."""
+
+
+class _NothingAdded:
+    """As `AddedNames`, where there are no towers."""
+
+    def copy_of(self, name: str) -> None:
+        return None
+
+    def is_added(self, name: str) -> bool:
+        return False
 
 
 def check(
@@ -60,7 +70,7 @@ def check(
       names: tell which op is a copy of which; None if the graph has no towers.
       not_held: writes that don't wait for the batch, and should.
     """
-    problems = list(_problems(facts, graph, results, names, devices))
+    problems = list(_problems(facts, graph, results, names or _NothingAdded(), devices))
     problems += [f'{op.name} writes although there may be no batch.' for op in not_held]
     if problems:
         shown = '\n'.join(f'- {problem}' for problem in problems[:_SHOWN])
@@ -76,7 +86,7 @@ def _problems(
     facts: Facts,
     graph: tf.Graph,
     results: Sequence[tf.Operation],
-    names: AddedNames | None,
+    names: AddedNames,
     devices: Sequence[str],
 ) -> Iterator[str]:
     try:
@@ -108,7 +118,6 @@ class _Changed:
       instances: by the name of an op that touches state, the ops that do what it did.
       waited_for: the bits of the instances that have run whenever an op has.
       bits: of each instance.
-      towers: the towers of the copies that an op is made of, as bits; of a copy, its own.
       has_towers: whether there are towers, rather than one device.
       liveness: of the graph.
     """
@@ -119,19 +128,20 @@ class _Changed:
         graph: tf.Graph,
         order: Mapping[tf.Operation, graphs.Inputs],
         results: Sequence[tf.Operation],
-        names: AddedNames | None,
+        names: AddedNames,
         devices: Sequence[str],
     ):
+        self._facts = facts
         self._names = names
-        self._names_before = facts.names
         self.liveness = Liveness(graph.get_operations())
         step = graphs.ancestors(results)
         self.ops = {op: befores for op, befores in order.items() if op in step}
+        self._results = set(results)
         self.behind = read_by_users(graph, self.ops)
 
         self.instances = defaultdict[str, list[tf.Operation]](list)
         for op in self.ops:
-            for original in self._originals(op, facts):
+            for original in self._originals(op):
                 self.instances[original].append(op)
         for name, instances in self.instances.items():
             # Beside its copies, a loop may give the number of its steps, which reads nothing.
@@ -147,31 +157,21 @@ class _Changed:
 
         self.has_towers = bool(devices)
         self._devices = devices
-        self._by_device = defaultdict[str, int](int)
-        for number, device in enumerate(devices):
-            self._by_device[device] |= 1 << number
-        self.towers: dict[tf.Operation, int] = {}
-        for op, befores in self.ops.items():
-            tower = self.tower(op)
-            towers = 0 if tower is None else 1 << tower
-            for before in befores if tower is None else ():
-                towers = union(self.towers.get(before, 0), towers)
-            self.towers[op] = towers
 
     def tower(self, op: tf.Operation) -> int | None:
         """The number of the tower whose copy an op is."""
-        copy = None if self._names is None else self._names.copy_of(op.name)
+        copy = self._names.copy_of(op.name)
         # A `NoOp` waits on behalf of others, so these are looked at.
         return None if copy is None or op.type == op_types.NO_OP else copy[0]
 
     def towers_with(self, tower: int) -> int:
         """The towers that share a device with one, its micro-batches, as bits."""
-        return self._by_device[self._devices[tower]]
+        device = self._devices[tower]
+        return sum(1 << number for number, other in enumerate(self._devices) if other == device)
 
     def is_added(self, op: tf.Operation) -> bool:
         """Whether an op was added, and is no copy."""
-        is_added = self._names is not None and self._names.is_added(op.name)
-        return is_added and self.tower(op) is None
+        return self._names.is_added(op.name) and self.tower(op) is None
 
     def device(self, op: tf.Operation) -> Any:
         """An op's device; the first tower's, if it isn't said."""
@@ -183,26 +183,36 @@ class _Changed:
 
     def original(self, op: tf.Operation) -> str:
         """The name of the op that one stands for: itself, or the one of which it's a copy."""
-        copy = None if self._names is None else self._names.copy_of(op.name)
+        copy = self._names.copy_of(op.name)
         name = op.name if copy is None else copy[1]
-        if name in self._names_before:
+        if name in self._facts.names:
             return name
         scope, _, rest = name.partition('/')
         # Forward ops that are computed again have their names within such a scope.
         return rest if scope.split('_')[0] == 'recompute' and rest else name
 
-    def _originals(self, op: tf.Operation, facts: Facts) -> list[str]:
+    def _originals(self, op: tf.Operation) -> list[str]:
         """The names of the ops for which one touches state; none if it doesn't."""
+        facts = self._facts
         name = self.original(op)
         if name in facts.names:
-            reads = name in facts.read and any(read_state(op, self.behind))
-            touches = name in facts.written or name in facts.effects or reads
-            return [name] if touches else []
+            changes_state = name in facts.written or name in facts.effects
+            return [name] if changes_state or self._reads(op) else []
         # A read that was added serves the copies that use its value.
         if op.type in op_types.VALUE_READS or op.type == op_types.DEEP_COPY:
             users = map(self.original, self._users(op))
             return [name for name in users if name in facts.before]
         return []
+
+    def _reads(self, op: tf.Operation) -> bool:
+        """Whether an op reads state as it did, and somebody sees what it reads.
+
+        Nobody does if others only wait for the op, or ask for the shape of what it gives.
+        """
+        if self.original(op) not in self._facts.read or not any(read_state(op, self.behind)):
+            return False
+        users = [user for output in op.outputs for user in output.consumers()]
+        return op in self._results or any(map(asks_for_value, users))
 
     def _users(self, op: tf.Operation) -> Iterator[tf.Operation]:
         """The copies and the user's ops that use what an added op gives."""
@@ -326,38 +336,39 @@ def _fed(facts: Facts, changed: _Changed) -> Iterator[str]:
 
 def _other_towers(facts: Facts, changed: _Changed) -> Iterator[str]:
     """Copies that wait for other towers, but for no value, nor to read what is written before."""
+    behind = _towers_behind(changed)
     for op in changed.ops:
         tower = changed.tower(op)
         name = changed.original(op)
         if tower is None or name in facts.in_loops or name in facts.may_be_dead:
             continue
-        of_values = _towers_of_values(op, changed)
+        of_values = union_of(behind[operand.op] for operand in op.inputs)
         for before in op.control_inputs:
             if changed.tower(before) == tower or changed.is_gate(before):
                 continue  # The other one needs a value, or is of an earlier micro-batch.
-            others = changed.towers[before] & ~changed.towers_with(tower) & ~of_values
+            others = behind[before] & ~changed.towers_with(tower) & ~of_values
             if others and not _has_to_wait(op, before, facts, changed):
                 yield f'{op.name} waits for {before.name}, which waits for another tower.'
 
 
-def _towers_of_values(op: tf.Operation, changed: _Changed) -> int:
-    """The towers behind what a copy is computed from."""
-    towers = 0
-    for operand in op.inputs:
-        towers |= changed.towers[operand.op]
-    return towers
+def _towers_behind(changed: _Changed) -> dict[tf.Operation, int]:
+    """The towers of the copies that each op is made of, as bits; of a copy, its own."""
+    behind: dict[tf.Operation, int] = {}
+    for op, befores in changed.ops.items():
+        tower = changed.tower(op)
+        if tower is None:
+            behind[op] = union_of(behind.get(before, 0) for before in befores)
+        else:
+            behind[op] = 1 << tower
+    return behind
 
 
 def _has_to_wait(op: tf.Operation, before: tf.Operation, facts: Facts, changed: _Changed) -> bool:
     """Whether an op reads what something before another op, or that itself, writes."""
-    name = changed.original(op)
-    if name not in facts.before:
-        return False
     writes = 0
-    for first in facts.before[name]:
-        if facts.written.get(first, set()) & facts.read.get(name, set()):
-            for instance in changed.instances[first]:
-                writes |= changed.bits[instance]
+    for write in facts.writes_before.get(changed.original(op), ()):
+        for instance in changed.instances.get(write, ()):
+            writes |= changed.bits[instance]
     return bool(changed.waited_for[before] & writes)
 
 

@@ -20,7 +20,7 @@ from estimator_mgpu.partition.order.accesses import (
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.effects import has_side_effect
 from estimator_mgpu.tf_internals.liveness import Liveness
-from estimator_mgpu.tf_internals.upstream import CertainWaits, positions_of, upstream_bits
+from estimator_mgpu.tf_internals.upstream import CertainWaits, positions_of, union_of, upstream_bits
 
 VARIABLE = 'ESTIMATOR_MGPU_CHECK'
 """The environment variable that switches the check on."""
@@ -52,6 +52,8 @@ class Facts:
       of_results: the side effects that each result runs.
       before: of an op, those before it that touch the same state, where one of the two writes;
         each with that state. What is in the opposite branch never runs with it, and isn't there.
+      writes_before: of an op, the writes before it of what it reads, also those that come before it
+        only if a branch is taken.
     """
 
     def __init__(self, graph: tf.Graph, results: Sequence[tf.Operation]):
@@ -94,20 +96,34 @@ class Facts:
         reads = self._bits_by_state(self.read)
         writes = self._bits_by_state(self.written)
         self.before: dict[str, dict[str, set[str]]] = {}
-        for op, bit in self._bits.items():
-            before = defaultdict[str, set[str]](set)
-            for state in self.written.get(op.name, ()):
-                others = waited_for[op] & (reads[state] | writes[state]) & ~bit
-                for other in self._names_of(others):
-                    before[other].add(state)
-            for state in self.read.get(op.name, ()):
-                for write in self._names_of(waited_for[op] & writes[state]):
-                    before[write].add(state)
+        self.writes_before: dict[str, set[str]] = {}
+        for op in self._bits:
             self.before[op.name] = {
                 other: states
-                for other, states in before.items()
+                for other, states in self._accesses_among(waited_for[op], op, reads, writes).items()
                 if not liveness.exclude_each_other(op, graph.get_operation_by_name(other))
             }
+            to_what_it_reads = union_of(writes[state] for state in self.read.get(op.name, ()))
+            self.writes_before[op.name] = self._names_of(upstream[op] & to_what_it_reads)
+
+    def _accesses_among(
+        self, bits: int, op: tf.Operation, reads: dict[str, int], writes: dict[str, int]
+    ) -> dict[str, set[str]]:
+        """The ops that touch the same state as an op, where one of the two writes; with that state.
+
+        Args:
+          bits: of the ops that are looked at.
+          reads: the bits of the ops that read each piece of state.
+          writes: the same of those that write it.
+        """
+        found = defaultdict[str, set[str]](set)
+        for state in self.written.get(op.name, ()):
+            for other in self._names_of(bits & (reads[state] | writes[state]) & ~self._bits[op]):
+                found[other].add(state)
+        for state in self.read.get(op.name, ()):
+            for write in self._names_of(bits & writes[state]):
+                found[write].add(state)
+        return found
 
     def _bits_by_state(self, states: dict[str, set[str]]) -> dict[str, int]:
         """The bits of the ops that touch each piece of state."""

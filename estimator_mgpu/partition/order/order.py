@@ -77,6 +77,9 @@ class Order:
                 self._classify(op, op in users and self._ends_control_flow(op))
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
+        self._certainly_before = self._upstream  # the bits of what has run whenever an op has
+        if any(op.type in op_types.MERGE for op in may_be_dead):
+            self._certainly_before = upstream_bits(order, self._bit_of, self.certain)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`
         self._let_enters_wait(order)
 
@@ -137,12 +140,6 @@ class Order:
         writes = self.writes_to(self._variables[op])
         return [write for write in self._ops_of(writes) if self.upstream(write) & self.bits(op)]
 
-    def forget_read(self, op: tf.Operation) -> None:
-        """Notes that an op reads no variable any more, so that no write has to come after it."""
-        for variable in self._variables.pop(op, ()):
-            self._reads[variable] &= ~self.bits(op)
-        self.late_reads &= ~self.bits(op)
-
     def read_instead(self, op: tf.Operation, copies: Iterable[tf.Operation]) -> None:
         """Notes that copies of variables are read in the place of what an op reads."""
         for copy in copies:
@@ -154,7 +151,9 @@ class Order:
                 self._reads[variable] |= self.bits(copy)
             for write in self.writes_after(op):
                 self._upstream[write] |= self.bits(copy)
-        self.forget_read(op)
+        for variable in self._variables.pop(op, ()):
+            self._reads[variable] &= ~self.bits(op)
+        self.late_reads &= ~self.bits(op)
 
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
         """Ops that an op can wait for, by control edges, so that it waits for what is missing.
@@ -182,10 +181,10 @@ class Order:
             # These are waited for where the branch or loop ends.
             for end in self._ops_of(self.upstream(op) & ~self.bits(op)):
                 ends_branch = self.upstream(end) & by_output and self._ends_control_flow(end)
-                ends_other = self.upstream(end) & within and end not in self._not_waited_for
-                if ends_branch or ends_other:
+                ended = within & self._certainly_before.get(end, 0)
+                if ends_branch or (ended and end not in self._not_waited_for):
                     found.append(end)
-                    within &= ~self.upstream(end)
+                    within &= ~ended
         return list(dict.fromkeys(found))
 
     def _let_enters_wait(self, ops: Iterable[tf.Operation]) -> None:
@@ -224,6 +223,8 @@ class Order:
     def _classify(self, op: tf.Operation, ends_control_flow: bool) -> None:
         has_effect = has_side_effect(op)
         reads_late = read_late(op, self._behind)
+        if self.liveness.frame(op) and not (has_effect or any(o.consumers() for o in op.outputs)):
+            reads_late = set()  # Nobody sees what is read: what is in a loop can't be fetched.
         variables = reads_late
         if has_effect or op.type in op_types.VALUE_READS:
             variables = reads_late | set(makers_of_state(op.inputs))

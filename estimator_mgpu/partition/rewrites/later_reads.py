@@ -41,7 +41,7 @@ def read_after_writes(division: Division) -> None:
     """
     order = division.order
     reads: dict[frozenset[tf.Operation], _Reads] = {}
-    has_changed = False
+    replaced: list[tuple[tf.Operation, int, tf.Tensor]] = []
     for op in order.late_readers():
         if order.liveness.frame(op):
             continue
@@ -55,9 +55,11 @@ def read_after_writes(division: Division) -> None:
             after = reads.setdefault(frozenset(writes), _Reads(writes, order))
             read = after.again(tensor)
             if read is not tensor:
-                private.set_input(op, index, read)
-                has_changed = True
-    if has_changed:
+                replaced.append((op, index, read))
+    # Not before all reads are made: each is made from what the order knows.
+    for op, index, read in replaced:
+        private.set_input(op, index, read)
+    if replaced:
         division.order = Order(division.graph)
 
 

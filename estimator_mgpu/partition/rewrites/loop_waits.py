@@ -18,6 +18,8 @@ effects, and what follows from a loop, keeps its order by `towers.waits`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
@@ -34,15 +36,12 @@ def remove_loop_waits(division: Division) -> None:
     order = division.order
     liveness = order.liveness
     ops = [op for op in liveness.in_loops if op.name not in division.existing_ops]
-    with_effects = {liveness.outermost_loop(op) for op in ops if not order.is_quiet(op)}
     for op in ops:
         if op.type in op_types.ENTER and not liveness.frame(op):
             _begin_at_once(op, order)
-        elif liveness.outermost_loop(op) not in with_effects and _is_only_waited_for(op, order):
-            # Its users stop waiting, and it counts as no read.
+        elif _is_only_waited_for(op, order):
             for user in private.control_consumers(op):
                 graphs.set_control_inputs(user, [b for b in user.control_inputs if b is not op])
-            order.forget_read(op)
             enter = op.inputs[0]
             division.unused.add(op.name)
             if all(user.name in division.unused for user in enter.consumers()):
@@ -75,10 +74,20 @@ def _is_only_waited_for(op: tf.Operation, order: Order) -> bool:
     """Whether an identity passes a value into a loop only for ops that needn't wait for it."""
     if op.type != op_types.IDENTITY or op.outputs[0].consumers():
         return False
-    if op.inputs[0].op.type not in op_types.ENTER:
+    if op.inputs[0].op.type not in op_types.ENTER or _waits_for_access(op, order):
         return False
     users = private.control_consumers(op)
     return bool(users) and not any(_has_to_wait(user, op, order) for user in users)
+
+
+def _waits_for_access(op: tf.Operation, order: Order) -> bool:
+    """Whether an op in a loop waits by control edges for what touches state in the same step."""
+
+    def inputs_of(before: tf.Operation) -> Sequence[tf.Operation]:
+        begins = before.type == op_types.LOOP_CONDITION or graphs.begins_steps(before)
+        return [] if begins else graphs.direct_inputs(before)
+
+    return any(map(order.bits, graphs.ancestors(op.control_inputs, inputs_of)))
 
 
 def _has_to_wait(user: tf.Operation, op: tf.Operation, order: Order) -> bool:
@@ -88,4 +97,4 @@ def _has_to_wait(user: tf.Operation, op: tf.Operation, order: Order) -> bool:
     if all(order.liveness.output_frame(before) != frame for before in others):
         return True  # Nothing else keeps it in the loop.
     # What reads a variable may have to wait for a write to it.
-    return order.is_quiet(user) and bool(order.must_come_before(user))
+    return bool(order.must_come_before(user))

@@ -159,10 +159,10 @@ class Copies:
         self, op: tf.Operation, tensor: tf.Tensor, need: Need, tower: Tower, device: str
     ) -> str:
         """What a copy on a device is given for an input of its op."""
-        if need == LOCAL:
-            return self._values.local(tensor, tower)
         if op.name in self._plan.frames:
             return self._operand_in_loop(op, tensor, need, tower, device)
+        if need == LOCAL:
+            return self._values.local(tensor, tower)
         if isinstance(need, Slice):
             return self._values.local_parts.slice(tensor, need, tower)
         if isinstance(need, (SparseRows, RaggedRows)):

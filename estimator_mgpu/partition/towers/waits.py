@@ -247,7 +247,12 @@ class Waits:
             missing = [read for read in self._added[op] if self._order.bits(read) & reads]
             gradient = self._nearest_made_from_all(op) if missing else None
             if gradient is not None and self._may_wait_otherwise(gradient):
-                edges += [(read, gradient) for read in missing if read is not gradient]
+                runs_whenever = self._order.liveness.runs_whenever
+                edges += [
+                    (read, gradient)
+                    for read in missing
+                    if read is not gradient and runs_whenever(read, gradient)
+                ]
         if not edges:
             return {}
 
