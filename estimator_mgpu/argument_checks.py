@@ -8,6 +8,8 @@ from typing import Any, SupportsInt
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.tf_internals import tf_estimator
+
 
 def is_positive_integer(value: Any) -> bool:
     """Whether a value is a positive integer of Python's or NumPy's."""
@@ -44,3 +46,34 @@ def list_of_hooks(hooks: Any) -> list[Any]:
     if hooks is not None and not isinstance(hooks, Iterable):
         raise TypeError(f'hooks={hooks!r} is no list of hooks. Give a list: hooks=[hook].')
     return list(hooks or [])
+
+
+def check_named(unnamed: tuple[Any, ...], example: str) -> None:
+    """Raises TypeError if devices or options were given without their names."""
+    if unnamed:
+        values = ', '.join(map(repr, unnamed))
+        raise TypeError(
+            f'{values} was given without a name. Devices and options are given by name: {example}.'
+        )
+
+
+def check_strategies(config: Any) -> None:
+    """Raises ValueError if a RunConfig puts the model_fn on several devices itself.
+
+    Args:
+      config: the RunConfig, whose strategies may be for training or for evaluation; or None.
+    """
+    strategies = tf_estimator.strategies_of(config)
+    if strategies:
+        name = next(iter(strategies))
+        strategy = name_of_strategy(strategies[name])
+        raise ValueError(
+            f'The RunConfig has {name}={strategy}, which puts the model_fn on '
+            f'several devices itself. Leave out {name}: the devices of replicate() or '
+            'estimator_mgpu.Estimator are for training, evaluation and prediction.'
+        )
+
+
+def name_of_strategy(strategy: Any) -> str:
+    """What a user calls a strategy: in graphs, each one has a class of its own."""
+    return type(strategy).__name__.removesuffix('V1')

@@ -12,8 +12,9 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from estimator_mgpu.argument_checks import check_named
 from estimator_mgpu.devices import Devices
-from estimator_mgpu.replicate import check_named, check_options, replicate
+from estimator_mgpu.replicate import check_options, replicate
 from estimator_mgpu.replicated_estimator import Estimator, EstimatorOptions, options_of_replicate
 from estimator_mgpu.tf_internals import tf_estimator
 

@@ -25,6 +25,7 @@ from typing import (
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.argument_checks import check_named, check_strategies, name_of_strategy
 from estimator_mgpu.cluster import tf_config
 from estimator_mgpu.devices import Devices, checked, checked_microbatches, resolve, warn_of_missing
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
@@ -38,7 +39,6 @@ from estimator_mgpu.model_fns.calls import (
 )
 from estimator_mgpu.model_fns.model_function import ModelFunction
 from estimator_mgpu.partition.variable_devices import Variables
-from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import collect_earlier_graphs
 
 if TYPE_CHECKING:
@@ -161,15 +161,6 @@ def replicate(
     return decorator if model_fn is None else decorator(model_fn)
 
 
-def check_named(unnamed: tuple[Any, ...], example: str) -> None:
-    """Raises TypeError if devices or options were given without their names."""
-    if unnamed:
-        values = ', '.join(map(repr, unnamed))
-        raise TypeError(
-            f'{values} was given without a name. Devices and options are given by name: {example}.'
-        )
-
-
 def check_options(names: Iterable[str], caller: str = 'replicate') -> None:
     """Raises TypeError if there are options that a function of the package doesn't take.
 
@@ -254,28 +245,11 @@ def _checked_recompute(recompute: Any) -> bool:
     return bool(recompute)
 
 
-def check_strategies(config: Any) -> None:
-    """Raises ValueError if a RunConfig puts the model_fn on several devices itself.
-
-    Args:
-      config: the RunConfig, whose strategies may be for training or for evaluation; or None.
-    """
-    strategies = tf_estimator.strategies_of(config)
-    if strategies:
-        name = next(iter(strategies))
-        strategy = _name_of_strategy(strategies[name])
-        raise ValueError(
-            f'The RunConfig has {name}={strategy}, which puts the model_fn on '
-            f'several devices itself. Leave out {name}: the devices of replicate() or '
-            'estimator_mgpu.Estimator are for training, evaluation and prediction.'
-        )
-
-
 def _check_config(config: Any, machines: Any) -> None:
     """Fails if something else would use several devices or machines."""
     check_strategies(config)
     if tf.distribute.has_strategy():
-        name = _name_of_strategy(tf.distribute.get_strategy())
+        name = name_of_strategy(tf.distribute.get_strategy())
         raise ValueError(
             f'A replicated model_fn is called in the scope of {name}, which puts it on several '
             'devices itself. Leave out that scope, or replicate().'
@@ -286,8 +260,3 @@ def _check_config(config: Any, machines: Any) -> None:
             'TF_CONFIG has several machines, and a plain Estimator would train on each by '
             'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
         )
-
-
-def _name_of_strategy(strategy: Any) -> str:
-    """What a user calls a strategy: in graphs, each one has a class of its own."""
-    return type(strategy).__name__.removesuffix('V1')

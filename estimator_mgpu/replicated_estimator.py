@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.argument_checks import check_input_fn, check_steps, list_of_hooks
+from estimator_mgpu.argument_checks import (
+    check_input_fn,
+    check_steps,
+    check_strategies,
+    list_of_hooks,
+)
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
@@ -24,7 +29,7 @@ from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import CommonOptions, check_options, check_strategies, replicate
+from estimator_mgpu.replicate import CommonOptions, check_options, replicate
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config
@@ -57,9 +62,8 @@ def _explains_checkpoint_errors(method: Any) -> Any:
 class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be in that place
     """Methods of `tf.estimator.Estimator` that train on several machines, if TF_CONFIG has them.
 
-    They also explain errors of checkpoints.
-
-    With `microbatches='auto'`, it tries again if memory is too small.
+    They also explain errors of checkpoints, and with `microbatches='auto'`, they try again if
+    memory is too small.
 
     Estimator forbids its own classes to override its methods, but doesn't look at this one.
     """
@@ -104,7 +108,8 @@ class _Overrides(EstimatorV2):  # tf.estimator.Estimator, whatever else may be i
             for attempt in self._call(_MODES.TRAIN).attempts():
                 with attempt as attempt_hooks:
                     # `_train_once` adds the chief's hook, and the EstimatorSpec has one that
-                    # explains errors: see `model_fns.build`.
+                    # explains errors: see `model_fns.build`. If memory was too small, the attempt
+                    # ends without the error, and the next one follows.
                     all_hooks = [*attempt_hooks, *hooks]
                     return self._train_once(
                         chief, input_fn, all_hooks, steps, max_steps, saving_listeners

@@ -1,7 +1,8 @@
 """While it trains, a chief asks all other tasks every few seconds whether they are there.
 
 If a task is stopped or cut off, a step waits for it within TensorFlow, as long as that lasts.
-Meanwhile Python runs no hook in the main thread. So other threads watch.
+Meanwhile Python runs no hook in the main thread. So other threads watch, on the chief. How long
+others wait for a chief is the limit of a `Task`.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ help, where more of them wouldn't.
 The results don't depend on the number of micro-batches, so it can be changed between two steps. An
 `Estimator` makes each call in attempts. The first one has one micro-batch, and each has twice as
 many as the one before. It ends with an error if that hasn't helped: if there is no memory for the
-same op as before, which needs as much as before. For training, evaluation and prediction each, the
-number that was enough is kept for later calls.
+same op as before, which needs as much as before. `error_messages` knows which errors these are. For
+training, evaluation and prediction each, the number that was enough is kept for later calls.
 """
 
 from __future__ import annotations

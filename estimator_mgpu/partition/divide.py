@@ -126,7 +126,7 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     # What only waits is bypassed: from here on, who waits for what is asked of the order.
     remove_loop_waits,
     bypass_identities,
-    find_unused_ops,  # After all that replaces something.
+    find_unused_ops,  # After all that replaces something, but for `bypass_needless_ops`.
     find_unused_gradients,  # Their users may be unused ops.
     # The plan, and where what it doesn't shard runs.
     _plan,

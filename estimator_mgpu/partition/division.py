@@ -53,7 +53,7 @@ class Division:
       unused: names of ops that stay in the graph, but that no step of training runs. It grows, too;
         once there is a plan, `plan.unused` counts.
       user_ops: the ops of the graph once functions are inlined and branches taken apart: all that a
-        user may name. Later steps add none.
+        user may name. What later steps add to the graph isn't among these.
       facts: what the check compares with; None if it isn't on.
       recomputation: what is computed twice; None if that wasn't asked for.
       order: in which the graph touches state.
@@ -88,7 +88,7 @@ class Division:
 
     @property
     def inputs(self) -> list[tf.Tensor]:
-        """The tensors with which all that depends on the batch begins."""
+        """The tensors of the batch: whatever depends on it comes from these."""
         leaves = [self.batch.sources, self.batch.unsharded]
         return tf.nest.flatten(leaves, expand_composites=True)
 

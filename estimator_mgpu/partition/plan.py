@@ -235,7 +235,8 @@ class Plan(NamedTuple):
 
     rows: RowSpace  # the batch's
     sources: Sequence[tf.Tensor]  # dense tensors of the batch, with the examples along dimension 0
-    order: Sequence[tf.Operation]  # ops that depend on the batch, each after those it depends on
+    # Ops that depend on the batch, each after those it depends on: of a v1 loop, `Enter` and `Exit`.
+    order: Sequence[tf.Operation]
     ops: dict[str, OpPlan]  # ops that run on every tower, by name
     placements: dict[str, Placement]  # of the tensors that towers make, by name
     # Other ops that depend on the batch, by name: why they run once, and the bytes that are
