@@ -235,7 +235,8 @@ class Plan(NamedTuple):
 
     rows: RowSpace  # the batch's
     sources: Sequence[tf.Tensor]  # dense tensors of the batch, with the examples along dimension 0
-    # Ops that depend on the batch, each after those it depends on: of a v1 loop, `Enter` and `Exit`.
+    # Ops that depend on the batch, each after those it depends on. Of a v1 loop, these are `Enter`
+    # and `Exit`.
     order: Sequence[tf.Operation]
     ops: dict[str, OpPlan]  # ops that run on every tower, by name
     placements: dict[str, Placement]  # of the tensors that towers make, by name
