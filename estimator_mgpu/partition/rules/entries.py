@@ -19,13 +19,14 @@ those in `selections` are.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
     REPLICATE,
+    Partial,
     Placement,
     PlacesOfIds,
     Positions,
@@ -46,11 +47,12 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.rules import ragged, unique_ids
 from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import of_positions, of_shape
+from estimator_mgpu.partition.rules.selections import of_positions, of_rows, of_shape
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
     Entries,
+    Entry,
     Largest,
     RowSpace,
     RowsToLast,
@@ -136,6 +138,38 @@ def _with_factor(positions: Positions, factor: Size) -> Positions:
     return dataclasses.replace(positions, selections=(), factor=factor, fill_rows=fill_rows)
 
 
+def _key_in_order(op: tf.Operation, operands: Sequence[Positions]) -> Hashable:
+    """What says how many entries rows have of which an op has brought the entries into their order.
+
+    Of ids and their weights, say, it may be the same.
+    """
+    # An example's entries may be shared out to several rows in more than one way.
+    return op.type, tuple(operands) if operands[0].factor == ONE else op.inputs[0].name
+
+
+def _in_order(
+    op: tf.Operation, key: Hashable, rows: RowSpace, factor: Size, sizes: Sizes
+) -> Positions:
+    """The indices of entries that an op gives in the order of the rows in which they are.
+
+    Args:
+      key: what says how many entries each row has.
+    """
+    selection = SelectedRows(op.outputs[0].name, None, origin_of(rows))
+    return Positions(sizes.same_for(key, selection), rows, factor)
+
+
+def _sparse_tensor(
+    op: tf.Operation, positions: Positions, needs: Sequence[Need], sizes: Sizes
+) -> Decision:
+    """A decision for an op that gives indices, values, and mostly a shape."""
+    columns = sizes.static_dims(op.outputs[0])[1]
+    dims = [[positions.count, columns], [positions.count], [columns]]
+    placements = [positions, positions.shard, None]
+    count = len(op.outputs)
+    return Decision(OpPlan(tuple(needs)), placements[:count], dims[:count])
+
+
 def _fill_empty_rows(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
@@ -155,22 +189,90 @@ def _fill_empty_rows(
     if local_shape is None or per_row(shape[0], rows) != positions.factor:
         return None
 
-    filled = SelectedRows(op.outputs[0].name, None, origin_of(rows))
-    # An example's entries may be shared out to several rows in more than one way.
-    key = positions if positions.factor == ONE else op.inputs[0].name
-    filled = sizes.same_for((op.type, key), filled)
-    filled_positions = Positions(filled, rows, positions.factor, fill_rows=True)
-    count = filled_positions.count
+    key = _key_in_order(op, [positions])
+    filled = _in_order(op, key, rows, positions.factor, sizes)
+    filled = dataclasses.replace(filled, fill_rows=True)
+    places = Positions(positions.selection, filled.selection, ONE, repeats=positions.repeats)
     return Decision(
         OpPlan((need, of_positions(positions, placements[1]), local_shape, FULL)),
         [
-            filled_positions,
-            filled_positions.shard,
+            filled,
+            filled.shard,
             Shard(0, rows),
-            None,  # A place among the filled entries for each entry.
+            places,  # of the entries among the filled ones
         ],
-        [[count, dims[1]], [count], [shape[0]], [dims[0]]],
+        [[filled.count, dims[1]], [filled.count], [shape[0]], [dims[0]]],
     )
+
+
+def _gradient_of_fill(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseFillEmptyRowsGrad`: the places of entries among the filled ones, and gradients."""
+    places, gradient = placements
+    dims = sizes.dims(op.inputs[1])
+    if not isinstance(places, Positions) or not dims:
+        return None
+    need = of_rows(places, gradient, dims[0])
+    if need is None:
+        return None
+    of_default = Partial('sum', origin_of(places.rows))
+    return Decision(OpPlan((LOCAL, need)), [places.shard, of_default], [[places.count], []])
+
+
+def _reorder(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseReorder`: indices, values, the shape. It sorts the entries, by their rows first."""
+    indices = _indices_of(op.inputs[0], placements[0], sizes)
+    shape = sizes.entries(op.inputs[2])
+    if indices is None or not shape:
+        return None
+    positions, need = indices
+    local_shape = local_shape_by_rows(shape, positions.rows)
+    if local_shape is None or not shape[0].same_as(positions.total):
+        return None
+    key = _key_in_order(op, [positions])
+    ordered = _in_order(op, key, positions.rows, positions.factor, sizes)
+    needs = (need, of_positions(positions, placements[1]), local_shape)
+    return _sparse_tensor(op, ordered, needs, sizes)
+
+
+class _SparseOperands(NamedTuple):
+    """Sparse tensors that an op combines row by row.
+
+    Attributes:
+      positions: their indices, all of the same rows.
+      needs: the forms of all indices, then of all values, then of all shapes.
+    """
+
+    positions: Sequence[Positions]
+    needs: Sequence[Need]
+
+
+def _sparse_operands(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> _SparseOperands | None:
+    """An op's first inputs: all indices, all values, and all shapes; None if rows differ."""
+    count = op.get_attr('N')
+    all_positions: list[Positions] = []
+    needs_of_indices: list[Need] = []
+    needs_of_values: list[Need] = []
+    needs_of_shapes: list[Need] = []
+    for number in range(count):
+        indices = _indices_of(op.inputs[number], placements[number], sizes)
+        shape = sizes.entries(op.inputs[2 * count + number])
+        if indices is None or not shape:
+            return None
+        positions, need = indices
+        rows = all_positions[0].rows if all_positions else positions.rows
+        local_shape = local_shape_by_rows(shape, rows)
+        is_of_rows = positions.total == rows.size and shape[0].same_as(rows.size)
+        if not is_of_rows or local_shape is None:
+            return None
+        all_positions.append(positions)
+        needs_of_indices.append(need)
+        needs_of_values.append(of_positions(positions, placements[count + number]))
+        needs_of_shapes.append(local_shape)
+    return _SparseOperands(all_positions, needs_of_indices + needs_of_values + needs_of_shapes)
 
 
 def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -178,48 +280,74 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
     It gives the entries of each row, in the order of the rows.
     """
-    count = op.get_attr('N')
-    inputs = iter(zip(op.inputs, placements))
-    all_indices = [_indices_of(*pair, sizes) for pair in itertools.islice(inputs, count)]
-    values = [placement for _, placement in itertools.islice(inputs, count)]
-    shapes = [sizes.entries(tensor) or [] for tensor, _ in itertools.islice(inputs, count)]
-    dense = list(itertools.islice(inputs, len(op.get_attr('dense_types'))))
-    others = list(inputs)
-
-    own_rows = [indices[0].rows for indices in all_indices if indices]
-    own_rows += [placement.rows for _, placement in dense if isinstance(placement, Shard)]
+    sparse = _sparse_operands(op, placements, sizes)
+    if sparse is None or not all(one.selection.is_ordered for one in sparse.positions):
+        return None  # It takes entries to be in the order of the rows.
+    needs = list(sparse.needs)
+    dense = range(len(needs), len(needs) + len(op.get_attr('dense_types')))
+    own_rows = [positions.rows for positions in sparse.positions]
+    own_rows += [rows for rows in (rows_of(placements[index]) for index in dense) if rows]
     if not own_rows or isinstance(own_rows[0], SelectedRows):
         return None
     rows = own_rows[0]
-    all_dims = [*shapes, *[sizes.dims(tensor) or [] for tensor, _ in dense]]
-    if not all(dims and dims[0].same_as(rows.size) for dims in all_dims):
-        return None
-
-    needs_of_indices: list[Need] = []
-    needs_of_values: list[Need] = []
-    for indices, placement in zip(all_indices, values):
-        if indices is None:
+    for index in dense:
+        dims = sizes.dims(op.inputs[index])
+        if not dims or not dims[0].same_as(rows.size):
             return None
-        positions, need = indices
-        if not positions.selection.is_ordered or positions.total != rows.size:
-            return None  # It takes them to be in the order of the rows.
-        needs_of_indices.append(need)
-        needs_of_values.append(of_positions(positions, placement))
-    needs: list[Need] = [*needs_of_indices, *needs_of_values]
-    needs += [LocalShape(tuple(shape), 0, rows) for shape in shapes]
-    needs += [
-        LOCAL if placement == Shard(0, rows) else Slice(0, rows, ONE) for _, placement in dense
-    ]
-    needs += [FULL] * len(others)
+        needs.append(LOCAL if placements[index] == Shard(0, rows) else Slice(0, rows, ONE))
+    needs += [FULL] * (len(op.inputs) - len(needs))
 
-    crossed = Positions(SelectedRows(op.outputs[0].name, None, origin_of(rows)), rows, ONE)
+    crossed = _in_order(op, op.name, rows, ONE, sizes)
     shape = op.outputs[2]
     sizes.set_entries(shape, [rows.size, Size.of(Largest(shape.name, 1))])
-    return Decision(
-        OpPlan(tuple(needs)),
-        [crossed, crossed.shard, None],
-        [[crossed.count, Size(2)], [crossed.count], [Size(2)]],
-    )
+    return _sparse_tensor(op, crossed, needs, sizes)
+
+
+def _concat(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseConcat` of entries of the same rows: indices, values and shapes.
+
+    It gives the entries of each row, in the order of the rows.
+    """
+    sparse = _sparse_operands(op, placements, sizes)
+    if sparse is None or isinstance(sparse.positions[0].rows, SelectedRows):
+        return None
+    shapes = [sizes.entries(shape) or [] for shape in op.inputs[-len(sparse.positions) :]]
+    axis = op.get_attr('concat_dim') % len(shapes[0])
+    if axis == 0:
+        return None
+    columns = [Size.of(Largest(op.outputs[2].name, axis))]
+    sizes.set_entries(op.outputs[2], shapes[0][:axis] + columns + shapes[0][axis + 1 :])
+    key = _key_in_order(op, sparse.positions)
+    joined = _in_order(op, key, sparse.positions[0].rows, ONE, sizes)
+    return _sparse_tensor(op, joined, sparse.needs, sizes)
+
+
+def _slice_entries(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseSlice` of all rows: indices, values, the shape, where it starts, and the new shape."""
+    shape, start, size = (sizes.entries(operand) for operand in op.inputs[2:])
+    if not shape or not start or not size:
+        return None
+    if start[0] != Size(0) or not size[0].same_as(shape[0]):
+        return None
+    name = op.outputs[2].name
+    columns = range(1, len(shape))
+    sizes.set_entries(op.outputs[2], [shape[0], *[Size.of(Entry(name, i)) for i in columns]])
+
+    indices = _indices_of(op.inputs[0], placements[0], sizes)
+    if indices is None or not indices[0].selection.is_ordered:
+        return None  # It keeps their order, and doesn't tell which ones it takes.
+    positions, need = indices
+    local_shape = local_shape_by_rows(shape, positions.rows)
+    local_size = local_shape_by_rows(size, positions.rows)
+    if local_shape is None or local_size is None or not shape[0].same_as(positions.total):
+        return None
+    sizes.set_entries(op.outputs[2], [shape[0], *[Size.of(Largest(name, i)) for i in columns]])
+    needs = (need, of_positions(positions, placements[1]), local_shape, FULL, local_size)
+    key = op.type, op.inputs[0].name, tuple(start), tuple(size)
+    left = _in_order(op, key, positions.rows, positions.factor, sizes)
+    return _sparse_tensor(op, left, needs, sizes)
 
 
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -347,6 +475,10 @@ def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 _RULES = {
     'SparseReshape': _reshape,
     'SparseFillEmptyRows': _fill_empty_rows,
+    'SparseFillEmptyRowsGrad': _gradient_of_fill,
+    'SparseReorder': _reorder,
+    'SparseConcat': _concat,
+    'SparseSlice': _slice_entries,
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], _cross),
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
