@@ -399,8 +399,7 @@ def _data_and_ids(
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
     if isinstance(ids, PlacesOfIds):
         is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == ids.ids.size
-        is_of_entries = Shard(0, ids.rows) == positions.shard
-        return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
+        return (LOCAL, LOCAL) if is_of_ids and unique_ids.have_places(positions, ids) else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
 
 

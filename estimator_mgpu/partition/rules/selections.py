@@ -314,8 +314,8 @@ def _taken_of_ids(
     dims = sizes.dims(tensor)
     if not dims or placement != Shard(0, places.ids) or dims[0] != places.ids.size:
         return None
-    entry_dims = [places.rows.size, *dims[1:]]
-    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
+    entry_dims = [places.count, *dims[1:]]
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [places.shard], [entry_dims])
 
 
 def _without_padding(
