@@ -65,8 +65,8 @@ from estimator_mgpu.partition.sizes import (
 from estimator_mgpu.tf_internals import op_types
 
 _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 'Prod', 'Sum'))
-# What lookups of sparse ids make of each row: it's zero without entries.
-_SUMS = ('SegmentSum', *op_types.SPARSE_SEGMENTS)
+# What lookups of sparse ids make of each row, or models themselves: it's zero without entries.
+_SUMS = ('SegmentMean', 'SegmentSum', *op_types.SPARSE_SEGMENTS)
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -418,19 +418,20 @@ def _summed_to_last(
     if positions.fill_rows:
         return _summed(positions, needs, data_dims)
     entries = positions.selection
-    if not isinstance(entries, Entries) or op.type not in _SUMS:
+    if not isinstance(entries, SelectedRows) or op.type not in _SUMS or entries.origin.is_of_tensor:
         return None
     if positions.rows is not entries.origin or positions.total != entries.origin.size:
         return None
+    indices = entries.name if isinstance(entries, Entries) else op.inputs[len(needs) - 1].name
     to_last: RowSpace = RowsToLast.of([entries.name], entries.origin)
     rows = sizes.same_for(key_of_sums(entries.name), to_last)  # or others that propagation has set
-    plan = OpPlan(needs, padding=Padding(rows, entries.name))
+    plan = OpPlan(needs, padding=Padding(rows, entries.name, indices))
     return Decision(plan, [Shard(0, rows)], [[rows.size, *data_dims[1:]]])
 
 
-def key_of_sums(indices: str) -> tuple[str, str]:
-    """What says which rows sums of entries have, by the indices of the sparse tensor."""
-    return 'sums', indices
+def key_of_sums(entries: str) -> tuple[str, str]:
+    """What says which rows sums of entries have, by the name of the row space of the entries."""
+    return 'sums', entries
 
 
 def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:

@@ -81,8 +81,10 @@ class ShardsOfRows:
         )
         self._shards: dict[RowSpace, Shards] = {plan.rows: self.of_batch}
         titles = division.batch.titles_of_entries()
+        paddings = [op_plan.padding for op_plan in plan.ops.values() if op_plan.padding]
+        indices = {padding.entries: padding.indices for padding in paddings}
         self.sums_of_entries = SumsOfEntries(
-            self._graph, nodes, self.of_batch, titles, origins.device_of_full
+            self._graph, nodes, self.of_batch, titles, indices, origins.device_of_full
         )
 
     def of(self, rows: RowSpace) -> Shards:
