@@ -62,8 +62,10 @@ def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _strided_slice(
     tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
 ) -> Any:
-    """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
+    """`x[begin:end:stride]` along the first dimension, or `x[begin]`; of a scalar, `x[None]`."""
     attrs = tensor.op.node_def.attr
+    if x.ndim == 0 and attrs['new_axis_mask'].i == 1 and tensor.shape.rank == 1:
+        return _numpy(np.reshape, x, 1)
     if attrs['new_axis_mask'].i or attrs['ellipsis_mask'].i:
         raise UnknownSize('the slice adds dimensions')
     first: int | None = _only_number(begin)
