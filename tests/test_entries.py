@@ -1326,6 +1326,76 @@ def test_microbatches_of_padded_lookups(weights, microbatches):
     compare(model_fn, batches_to_pad(), 2, microbatches=microbatches, **SPARSE)
 
 
+def sums_of_kept_ids(combiner, key='sparse'):
+    """A plain lookup of some of the ids, with trained weights; the last examples may have none."""
+
+    def lookup(features):
+        ids = features[key] if key == 'sparse' else tf.sparse.from_dense(features[key])
+        kept = tf.sparse.retain(ids, ids.values % 4 < 3)
+        scores = tf.gather(tf.get_variable('scores', [IDS]), kept.values)
+        rows = tf.nn.embedding_lookup_sparse(
+            table(), kept, kept.with_values(tf.sigmoid(scores)), combiner=combiner
+        )
+        return tf.pad(rows, [[0, missing_rows(features, rows)], [0, 0]])
+
+    return lookup
+
+
+def means_of_masked(features):
+    """Means of what a mask leaves of each example."""
+    ids = features['dense']
+    places = tf.where(ids > 2)
+    rows = tf.tanh(tf.gather(table(), tf.gather_nd(ids, places)))
+    means = tf.math.segment_mean(rows, places[:, 0])
+    return tf.pad(means, [[0, missing_rows(features, means)], [0, 0]])
+
+
+OF_KEPT = {
+    **{
+        f'{key}, {combiner}': sums_of_kept_ids(combiner, key)
+        for key in ('sparse', 'dense')
+        for combiner in ('sum', 'mean', 'sqrtn')
+    },
+    'masked': means_of_masked,
+}
+SUMS = {'SegmentSum', 'SegmentMean', 'Pad', 'Slice', 'Where', 'Unique'}
+
+
+@pytest.mark.parametrize('forward', OF_KEPT.values(), ids=[*OF_KEPT])
+def test_sums_of_entries_that_are_kept(forward, behavior):
+    ours, _ = compare(regression(forward, 'adagrad'), batches_to_pad(), 4, **SPARSE)
+    assert not types_run_once(ours.graph) & (SUMS | LOOKUPS)
+
+
+@pytest.mark.parametrize('forward', [*OF_KEPT.values()][::3], ids=[*OF_KEPT][::3])
+def test_microbatches_of_sums_of_entries_that_are_kept(forward):
+    model_fn = regression(forward, 'adagrad')
+    compare(model_fn, batches_to_pad(), 2, microbatches=2, **SPARSE)
+
+
+@pytest.mark.parametrize('has_last', [True, False])
+def test_sums_of_entries_that_are_kept_beside_examples(has_last, behavior):
+    """Of ids that fewer examples have, it's an error on several devices, as on one."""
+
+    def forward(features):
+        places = tf.where(features['dense'] > 2, name='kept')
+        rows = tf.gather(table(), tf.gather_nd(features['dense'], places))
+        return tf.math.segment_sum(rows, places[:, 0])
+
+    batches = batches_of(*ALL)
+    for features, _ in batches:
+        features['dense'][-1] = 5 if has_last else 1
+    model_fn = regression(forward)
+    if has_last:
+        ours, _ = compare(model_fn, batches, 3, **SPARSE)
+        assert not types_run_once(ours.graph) & SUMS
+        return
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **SPARSE)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='needs an entry in .*strided_slice'):
+        train(model_fn, batches, 3, **SPARSE)
+
+
 def other_paddings(features):
     """Of the rows of a lookup, and of all rows; and slices that end where the lookup does."""
     rows = tf.nn.embedding_lookup_sparse(table(), features['sparse'], None, combiner='sum')

@@ -159,15 +159,18 @@ def _in_order(
     return Positions(sizes.same_for(key, selection), rows, factor)
 
 
-def _sparse_tensor(
-    op: tf.Operation, positions: Positions, needs: Sequence[Need], sizes: Sizes
-) -> Decision:
-    """A decision for an op that gives indices, values, and mostly a shape."""
-    columns = sizes.static_dims(op.outputs[0])[1]
-    dims = [[positions.count, columns], [positions.count], [columns]]
-    placements = [positions, positions.shard, None]
-    count = len(op.outputs)
-    return Decision(OpPlan(tuple(needs)), placements[:count], dims[:count])
+def _sparse_tensor(positions: Positions, columns: int, needs: Sequence[Need]) -> Decision:
+    """A decision for an op that gives a sparse tensor: indices, values and mostly a shape.
+
+    Args:
+      columns: how many dimensions it has.
+    """
+    size = Size(columns)
+    return Decision(
+        OpPlan(tuple(needs)),
+        [positions, positions.shard, None],
+        [[positions.count, size], [positions.count], [size]],
+    )
 
 
 def _fill_empty_rows(
@@ -195,12 +198,8 @@ def _fill_empty_rows(
     places = Positions(positions.selection, filled.selection, ONE, repeats=positions.repeats)
     return Decision(
         OpPlan((need, of_positions(positions, placements[1]), local_shape, FULL)),
-        [
-            filled,
-            filled.shard,
-            Shard(0, rows),
-            places,  # of the entries among the filled ones
-        ],
+        # The last ones are the places of the entries among the filled ones.
+        [filled, filled.shard, Shard(0, rows), places],
         [[filled.count, dims[1]], [filled.count], [shape[0]], [dims[0]]],
     )
 
@@ -233,7 +232,7 @@ def _reorder(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) ->
     key = _key_in_order(op, [positions])
     ordered = _in_order(op, key, positions.rows, positions.factor, sizes)
     needs = (need, of_positions(positions, placements[1]), local_shape)
-    return _sparse_tensor(op, ordered, needs, sizes)
+    return _sparse_tensor(ordered, len(shape), needs)
 
 
 class _SparseOperands(NamedTuple):
@@ -300,7 +299,7 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
     crossed = _in_order(op, op.name, rows, ONE, sizes)
     shape = op.outputs[2]
     sizes.set_entries(shape, [rows.size, Size.of(Largest(shape.name, 1))])
-    return _sparse_tensor(op, crossed, needs, sizes)
+    return _sparse_tensor(crossed, 2, needs)
 
 
 def _concat(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -319,7 +318,7 @@ def _concat(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     sizes.set_entries(op.outputs[2], shapes[0][:axis] + columns + shapes[0][axis + 1 :])
     key = _key_in_order(op, sparse.positions)
     joined = _in_order(op, key, sparse.positions[0].rows, ONE, sizes)
-    return _sparse_tensor(op, joined, sparse.needs, sizes)
+    return _sparse_tensor(joined, len(shapes[0]), sparse.needs)
 
 
 def _slice_entries(
@@ -347,7 +346,7 @@ def _slice_entries(
     needs = (need, of_positions(positions, placements[1]), local_shape, FULL, local_size)
     key = op.type, op.inputs[0].name, tuple(start), tuple(size)
     left = _in_order(op, key, positions.rows, positions.factor, sizes)
-    return _sparse_tensor(op, left, needs, sizes)
+    return _sparse_tensor(left, len(shape), needs)
 
 
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
