@@ -512,6 +512,33 @@ def masked_columns(features):
     return found
 
 
+def columns_in_other_places(features):
+    """Some columns of indices, together with others, before and behind them."""
+    sparse = features['sparse']
+    indices, ids = sparse.indices, sparse.values[:, None]
+    found = [
+        *(indices[:, :1], indices[:, 0:2], indices[:, 1:], indices[:, :-1], indices[:, -2:]),
+        *(indices[1:, :1], indices[::2, :1], indices[:, ::2], indices[:, ::-1], indices[..., :1]),
+        *(indices[:, :1, None], indices[:, :0]),
+    ]
+    first = indices[:, :-1]
+    joined = [
+        tf.concat([first, ids], 1),
+        tf.concat([first, ids, indices], -1),
+        tf.concat([ids, first], 1),
+        tf.concat([first, first], 0),
+        tf.concat([first, tf.range(size64(ids))[:, None]], 1),
+    ]
+    shape = tf.stack([sparse.dense_shape[0], IDS])
+    sums = [
+        tf.math.unsorted_segment_sum(sparse.values, tf.reshape(indices[:, :1], [-1]), shape[0]),
+        tf.scatter_nd(joined[0], ids, [shape[0], IDS, 1]),
+        tf.scatter_nd(joined[2], ids, [shape[1], shape[0], 1]),
+        tf.gather_nd(tf.cast(features['dense'], tf.int64), joined[0] // [[1, IDS]]),
+    ]
+    return found + joined + sums
+
+
 def columns_of_all(features):
     """Of indices of which each row has equally many."""
     ids = features['dense']
@@ -735,6 +762,7 @@ HOSTILE = [
     ids_of_examples,
     sums_of_ids_of_examples,
     joined_taller,
+    columns_in_other_places,
     different_ids,
     sums_by_different_ids,
     reshaped_sums_by_id,
@@ -846,6 +874,16 @@ def filled_with_trained(features):
     return tf.reshape(sums, [-1, 1])
 
 
+def indicators(features):
+    """Which ids each example has, and the sum of their weights."""
+    sparse = features['sparse']
+    has_id = tf.sparse.to_indicator(sparse, IDS)
+    weights = sparse.with_values(tf.cast(sparse.values, tf.float32) / IDS + 1)
+    weighted = tf.sparse.merge(sparse, weights, IDS)
+    sums = tf.scatter_nd(weighted.indices, weighted.values, weighted.dense_shape)
+    return tf.concat([tf.cast(has_id, tf.float32), sums], 1) @ tf.tile(table(), [2, 1])
+
+
 def ids_looked_up_once(features):
     """Each different id of the batch is looked up once."""
     unique, places = tf.unique(tf.reshape(tf.maximum(features['dense'], 0), [-1]))
@@ -859,6 +897,7 @@ COMBINED = [
     sorted_and_cut,
     sorted_alike,
     filled_with_trained,
+    indicators,
     ids_looked_up_once,
 ]
 OF_ENTRIES = {'SparseConcat', 'SparseReorder', 'SparseSlice', 'SparseFillEmptyRowsGrad', 'Unique'}

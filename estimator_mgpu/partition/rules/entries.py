@@ -46,7 +46,11 @@ from estimator_mgpu.partition.plan import (
     local_shape_by_rows,
 )
 from estimator_mgpu.partition.rules import ragged, unique_ids
-from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
+from estimator_mgpu.partition.rules.row_indices import (
+    begin_with_repeated_rows,
+    begins_with_first_column,
+    column_of,
+)
 from estimator_mgpu.partition.rules.selections import of_positions, of_rows, of_shape
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
@@ -350,15 +354,37 @@ def _slice_entries(
 
 
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has."""
+    """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has.
+
+    Or `indices[:, :2]`, which are indices as well.
+    """
     positions = placements[0]
-    column = column_of(op, sizes)
-    if not isinstance(positions, Positions) or column is None:
+    if not isinstance(positions, Positions):
         return None
-    placement: Placement = positions.shard
-    if column == 0:
-        placement = dataclasses.replace(positions, selections=())
-    return Decision(OpPlan((LOCAL, FULL, FULL, FULL)), [placement], [[positions.count]])
+    plan = OpPlan((LOCAL, FULL, FULL, FULL))
+    of_rows = dataclasses.replace(positions, selections=())
+    if begins_with_first_column(op, sizes):
+        return Decision(plan, [of_rows], [[positions.count, sizes.static_dims(op.outputs[0])[1]]])
+    column = column_of(op, sizes)
+    if column is None:
+        return None
+    return Decision(plan, [of_rows if column == 0 else positions.shard], [[positions.count]])
+
+
+def _join_columns(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`ConcatV2` of indices with columns of others, as `tf.sparse.to_indicator` makes indices."""
+    positions = placements[0]
+    columns = sizes.static_dims(op.outputs[0])[1:]
+    if not isinstance(positions, Positions) or sizes.numbers(op.inputs[-1]) not in ([1], [-1]):
+        return None
+    if len(columns) != 1:
+        return None
+    # All have equally many rows, or the op fails.
+    needs = [LOCAL, *(of_positions(positions, placement) for placement in placements[1:-1]), FULL]
+    of_rows = dataclasses.replace(positions, selections=())
+    return Decision(OpPlan(tuple(needs)), [of_rows], [[positions.count, *columns]])
 
 
 def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -491,6 +517,7 @@ TYPES = tuple(_RULES)
 """Types of ops on entries, whatever they are given."""
 
 _USES = {
+    'ConcatV2': _join_columns,
     'StridedSlice': _column,
     **ragged.USES,
     **unique_ids.USES,
