@@ -735,6 +735,15 @@ def ids_of_examples(features):
         in_rows = tf.reshape(rows, [-1, tf.size(flat) // tf.size(ids[:, 0]), WIDTH])
         found += [unique, places, rows, in_rows, *gradients, sums, tf.reduce_sum(unique)]
         found += [tf.gather(unique, places), tf.gather(table_of_ids(), places), tf.size(unique)]
+    count = tf.size(ids[:, 0])
+    for shape in ([-1, 3], [count, 3], [count, -1], [3, -1], [-1, 3, 1], [3 * count, 1], [-1]):
+        unique, places = tf.unique(tf.reshape(ids, [-1]))
+        looked_up = tf.gather(table_of_ids(), unique)
+        arranged = tf.reshape(places, shape)
+        rows = tf.gather(looked_up, arranged)
+        scaled = rows * (1 + tf.cast(arranged, tf.float32))[..., None]
+        sums = tf.math.unsorted_segment_sum(rows, arranged, tf.size(unique))
+        found += [arranged, rows, sums, *tf.gradients(tf.reduce_sum(scaled**2), table_of_ids())]
     return found
 
 
@@ -887,8 +896,9 @@ def indicators(features):
 def ids_looked_up_once(features):
     """Each different id of the batch is looked up once."""
     unique, places = tf.unique(tf.reshape(tf.maximum(features['dense'], 0), [-1]))
-    rows = tf.gather(tf.nn.embedding_lookup(table(), unique), places)
-    return tf.reduce_sum(tf.reshape(rows, [-1, COLUMNS, WIDTH]), 1)
+    rows = tf.nn.embedding_lookup(table(), unique)
+    sums = tf.reduce_sum(tf.gather(rows, tf.reshape(places, [-1, COLUMNS])) ** 2, 1)
+    return sums + tf.reduce_sum(tf.reshape(tf.gather(rows, places), [-1, COLUMNS, WIDTH]), 1)
 
 
 COMBINED = [

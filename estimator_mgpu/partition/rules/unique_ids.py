@@ -67,8 +67,12 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
 
 def _are_looked_up_at(places: tf.Tensor) -> bool:
     """Whether places of ids say where to look up what belongs to the ids."""
-    lookups = ('GatherV2', *op_types.SPARSE_SEGMENTS)
-    return any(user.type in lookups for user in places.consumers())
+    for user in places.consumers():
+        if user.type in ('GatherV2', *op_types.SPARSE_SEGMENTS):
+            return True
+        if user.type == op_types.RESHAPE and _are_looked_up_at(user.outputs[0]):
+            return True
+    return False
 
 
 def _gradient_of_gather(
