@@ -240,7 +240,7 @@ def _reorder(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) ->
 
 
 class _SparseOperands(NamedTuple):
-    """Sparse tensors that an op combines row by row.
+    """Sparse tensors that an op combines, each row with the same row of the others.
 
     Attributes:
       positions: their indices, all of the same rows.

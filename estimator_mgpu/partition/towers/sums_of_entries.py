@@ -134,5 +134,5 @@ class SumsOfEntries:
 def _count_to_last(indices: tf.Tensor) -> tf.Tensor:
     """How many rows there are up to the last one with an entry: an int32 scalar."""
     rows = indices[:, 0] if indices.shape.rank == 2 else indices
-    rows = tf.concat([rows, tf.constant([-1], rows.dtype)], 0)
+    rows = tf.concat([rows, [-1]], 0)
     return tf.cast(tf.reduce_max(rows) + 1, tf.int32)
