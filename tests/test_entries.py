@@ -884,13 +884,8 @@ def filled_with_trained(features):
 
 
 def indicators(features):
-    """Which ids each example has, and the sum of their weights."""
-    sparse = features['sparse']
-    has_id = tf.sparse.to_indicator(sparse, IDS)
-    weights = sparse.with_values(tf.cast(sparse.values, tf.float32) / IDS + 1)
-    weighted = tf.sparse.merge(sparse, weights, IDS)
-    sums = tf.scatter_nd(weighted.indices, weighted.values, weighted.dense_shape)
-    return tf.concat([tf.cast(has_id, tf.float32), sums], 1) @ tf.tile(table(), [2, 1])
+    """Which ids each example has."""
+    return tf.cast(tf.sparse.to_indicator(features['sparse'], IDS), tf.float32) @ table()
 
 
 def ids_looked_up_once(features):
@@ -920,6 +915,32 @@ def test_combined_entries(forward, in_order, optimizer, behavior):
     batches = batches_of(*ALL, in_order=in_order)
     ours, _ = compare(regression(forward, optimizer), batches, 3, **SPARSE)
     assert not types_run_once(ours.graph) & (OF_ENTRIES | LOOKUPS)
+
+
+def test_an_id_twice_in_an_example_with_other_weights(behavior):
+    """In which order they are sorted depends on all entries of the batch."""
+    count = 40  # More than `std::sort` keeps in their order.
+
+    def model_fn(features, labels, mode):
+        sparse, weights = features['sparse'], features['weights']
+        weighted = tf.sparse.merge(sparse, sparse.with_values(weights.values), IDS)
+        joined = tf.sparse.concat(1, [weighted, weighted])
+        return tf.estimator.EstimatorSpec(
+            mode,
+            predictions={
+                'weights': weighted.values,
+                'dense': tf.sparse.to_dense(weighted, validate_indices=False),
+                'joined': joined.values,
+            },
+        )
+
+    features, labels = batches_of(12)[0]
+    indices = np.argwhere(np.ones([12, count]))
+    features.update({'indices': indices, 'indices of weights': indices})
+    features['ids'] = np.arange(12 * count) % 5
+    features['weights'] = floats(12 * count)
+    features['shape'] = np.array([12, count])
+    compare_predictions(model_fn, [(features, labels)], 3, values={'global_step': 0}, **SPARSE)
 
 
 @pytest.mark.parametrize('forward', COMBINED, ids=lambda f: f.__name__)

@@ -51,7 +51,12 @@ from estimator_mgpu.partition.rules.row_indices import (
     begins_with_first_column,
     column_of,
 )
-from estimator_mgpu.partition.rules.selections import of_positions, of_rows, of_shape
+from estimator_mgpu.partition.rules.selections import (
+    before_arrangement,
+    of_positions,
+    of_rows,
+    of_shape,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
@@ -71,6 +76,18 @@ from estimator_mgpu.tf_internals import op_types
 _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 'Prod', 'Sum'))
 # What lookups of sparse ids make of each row, or models themselves: it's zero without entries.
 _SUMS = ('SegmentMean', 'SegmentSum', *op_types.SPARSE_SEGMENTS)
+
+
+# Ops whose entries have different indices if those of the first input have.
+_KEEP_INDICES = (
+    *('Cast', 'GatherV2', 'Identity', 'SparseFillEmptyRows', 'SparseReorder', 'SparseReshape'),
+    'SparseSlice',
+)
+# What they make may have the same indices twice: ids in the place of columns, say.
+_MAY_REPEAT_INDICES = (
+    *('ConcatV2', 'DynamicPartition', 'ExpandDims', 'GatherNd', 'Maximum', 'Pack', 'Reshape'),
+    *('Squeeze', 'StridedSlice', 'Transpose'),
+)
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -223,11 +240,34 @@ def _gradient_of_fill(
     return Decision(OpPlan((LOCAL, need)), [places.shard, of_default], [[places.count], []])
 
 
+def _are_different(indices: tf.Tensor) -> bool:
+    """Whether no two entries have the same indices, unless two of the batch's sparse tensors have.
+
+    Args:
+      indices: those of which towers have their own.
+    """
+    op = indices.op
+    if op.type == 'SparseConcat':
+        return all(map(_are_different, op.inputs[: op.get_attr('N')]))
+    if op.type == 'GatherV2' and before_arrangement(op.inputs[1]).op.type != 'Where':
+        return False
+    if op.type in _KEEP_INDICES:
+        return _are_different(op.inputs[0])
+    return op.type not in _MAY_REPEAT_INDICES  # Others are the batch's, or in a mask or a text.
+
+
 def _reorder(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`SparseReorder`: indices, values, the shape. It sorts the entries, by their rows first."""
+    """`SparseReorder`: indices, values, the shape. It sorts the entries, by their rows first.
+
+    In which order it gives entries with the same indices depends on all entries, so these need the
+    same value. A sparse tensor of the batch has none of them.
+    """
     indices = _indices_of(op.inputs[0], placements[0], sizes)
     shape = sizes.entries(op.inputs[2])
     if indices is None or not shape:
+        return None
+    are_different = isinstance(placements[0], Positions) and _are_different(op.inputs[0])
+    if not are_different and op.inputs[1].op.type != op_types.FILL:
         return None
     positions, need = indices
     local_shape = local_shape_by_rows(shape, positions.rows)
@@ -316,7 +356,9 @@ def _concat(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
         return None
     shapes = [sizes.entries(shape) or [] for shape in op.inputs[-len(sparse.positions) :]]
     axis = op.get_attr('concat_dim') % len(shapes[0])
-    if axis == 0:
+    if axis == 0 or not _are_different(op.outputs[0]):
+        return None
+    if not all(isinstance(placement, Positions) for placement in placements[: len(shapes)]):
         return None
     columns = [Size.of(Largest(op.outputs[2].name, axis))]
     sizes.set_entries(op.outputs[2], shapes[0][:axis] + columns + shapes[0][axis + 1 :])
