@@ -343,6 +343,24 @@ def parts(features):
     return {f'part {i}': tensor for i, tensor in enumerate(found)}
 
 
+def combined(features):
+    """Entries that are put together with others, sorted, or cut."""
+    sparse = features['sparse']
+    dense = tf.sparse.from_dense(features['dense'] + 1)
+    ordered = tf.sparse.reorder(sparse)
+    shape = tf.stack([sparse.dense_shape[0], 2])
+    filled, _ = tf.sparse.fill_empty_rows(sparse, 0)
+    return [
+        *(ordered, tf.sparse.concat(1, [sparse, dense, sparse]), tf.sparse.concat(0, [sparse] * 2)),
+        *(
+            tf.sparse.slice(one, start, shape)
+            for one in (sparse, ordered)
+            for start in ([0, 1], [0, 0])
+        ),
+        filled,
+    ]
+
+
 def size64(tensor):
     return tf.size(tensor, out_type=tf.int64)
 
@@ -440,6 +458,27 @@ def crossed_taller(features):
     return crossed.indices, crossed.values, crossed.dense_shape, filled.values
 
 
+def joined_taller(features):
+    """Put together with others, sorted, or cut, in more rows than the batch has; and among rows."""
+    sparse = features['sparse']
+    double = taller(sparse)
+    halved = tf.sparse.reshape(sparse, tf.stack([-1, 1]))
+    rows = sparse.dense_shape[0]
+    found = [
+        tf.sparse.concat(1, [double, double]),
+        tf.sparse.concat(0, [sparse, double]),
+        tf.sparse.concat(-1, [halved, halved]),
+        tf.sparse.reorder(double),
+        tf.sparse.reorder(halved),
+        tf.sparse.slice(double, [0, 0], [rows, 2]),
+        tf.sparse.slice(double, [0, 1], double.dense_shape),
+        tf.sparse.slice(tf.sparse.reorder(halved), [0, 0], [COLUMNS * rows, 1]),
+        tf.sparse.slice(tf.sparse.reorder(sparse), [1, 0], [rows, 2]),
+        tf.sparse.slice(tf.sparse.reorder(sparse), [0, 1], [rows - 1, 1]),
+    ]
+    return [[one.indices, one.values, one.dense_shape] for one in found]
+
+
 def summed_taller(features):
     """Into more rows than the batch has, and into as many."""
     weights = table()
@@ -471,6 +510,33 @@ def masked_columns(features):
             count = tf.size(features['dense'][:, 0])
             found += [column, tf.math.unsorted_segment_sum(sparse.values, column, count)]
     return found
+
+
+def columns_in_other_places(features):
+    """Some columns of indices, together with others, before and behind them."""
+    sparse = features['sparse']
+    indices, ids = sparse.indices, sparse.values[:, None]
+    found = [
+        *(indices[:, :1], indices[:, 0:2], indices[:, 1:], indices[:, :-1], indices[:, -2:]),
+        *(indices[1:, :1], indices[::2, :1], indices[:, ::2], indices[:, ::-1], indices[..., :1]),
+        *(indices[:, :1, None], indices[:, :0]),
+    ]
+    first = indices[:, :-1]
+    joined = [
+        tf.concat([first, ids], 1),
+        tf.concat([first, ids, indices], -1),
+        tf.concat([ids, first], 1),
+        tf.concat([first, first], 0),
+        tf.concat([first, tf.range(size64(ids))[:, None]], 1),
+    ]
+    shape = tf.stack([sparse.dense_shape[0], IDS])
+    sums = [
+        tf.math.unsorted_segment_sum(sparse.values, tf.reshape(indices[:, :1], [-1]), shape[0]),
+        tf.scatter_nd(joined[0], ids, [shape[0], IDS, 1]),
+        tf.scatter_nd(joined[2], ids, [shape[1], shape[0], 1]),
+        tf.gather_nd(tf.cast(features['dense'], tf.int64), joined[0] // [[1, IDS]]),
+    ]
+    return found + joined + sums
 
 
 def columns_of_all(features):
@@ -655,12 +721,57 @@ def reshaped_sums_by_id(features):
     return found
 
 
+def ids_of_examples(features):
+    """Different ids of all examples: one or several of each, and in blocks."""
+    ids = features['dense'] % 6
+    found = []
+    for flat in (ids[:, 1], tf.reshape(ids, [-1]), tf.reshape(tf.transpose(ids), [-1])):
+        unique, places = tf.unique(flat)
+        looked_up = tf.gather(table_of_ids(), unique)
+        rows = tf.gather(looked_up, places)
+        scaled = rows * (1 + tf.cast(flat, tf.float32))[:, None]
+        gradients = tf.gradients(tf.reduce_sum(scaled**2), [looked_up, table_of_ids()])
+        sums = tf.math.unsorted_segment_sum(tf.range(tf.size(flat)), places, tf.size(unique))
+        in_rows = tf.reshape(rows, [-1, tf.size(flat) // tf.size(ids[:, 0]), WIDTH])
+        found += [unique, places, rows, in_rows, *gradients, sums, tf.reduce_sum(unique)]
+        found += [tf.gather(unique, places), tf.gather(table_of_ids(), places), tf.size(unique)]
+    count = tf.size(ids[:, 0])
+    for shape in ([-1, 3], [count, 3], [count, -1], [3, -1], [-1, 3, 1], [3 * count, 1], [-1]):
+        unique, places = tf.unique(tf.reshape(ids, [-1]))
+        looked_up = tf.gather(table_of_ids(), unique)
+        arranged = tf.reshape(places, shape)
+        rows = tf.gather(looked_up, arranged)
+        scaled = rows * (1 + tf.cast(arranged, tf.float32))[..., None]
+        sums = tf.math.unsorted_segment_sum(rows, arranged, tf.size(unique))
+        found += [arranged, rows, sums, *tf.gradients(tf.reduce_sum(scaled**2), table_of_ids())]
+    return found
+
+
+def sums_of_ids_of_examples(features):
+    """Of ids that all examples have several of, added up by example or by another number."""
+    ids = tf.maximum(features['dense'], 0)
+    unique, places = tf.unique(tf.reshape(ids, [-1]))
+    looked_up = tf.gather(table_of_ids(), unique)
+    found = []
+    for count in (COLUMNS, 1):  # Each example has three of them, or one of each three has one.
+        numbers = tf.repeat(tf.range(tf.size(places) // count), count)
+        sums = tf.sparse.segment_mean(looked_up, places, numbers)
+        found += [sums, *tf.gradients(tf.reduce_sum(sums**2), [looked_up, table_of_ids()])]
+    filled, _ = tf.sparse.fill_empty_rows(features['sparse'], 0)
+    sums = tf.gather(looked_up, tf.unique(ids[:, 0])[1])
+    return [*found, sums, tf.gather(sums, filled.indices[:, 0])]
+
+
 def table_of_ids():
     with tf.variable_scope(tf.get_variable_scope(), reuse=tf.AUTO_REUSE):
         return table()
 
 
 HOSTILE = [
+    ids_of_examples,
+    sums_of_ids_of_examples,
+    joined_taller,
+    columns_in_other_places,
     different_ids,
     sums_by_different_ids,
     reshaped_sums_by_id,
@@ -712,7 +823,7 @@ def test_values_of_one_device(towers, in_order):
     def model_fn(features, labels, mode):
         found = {**parts(features), **gradients(features)}
         found.update(zip('abcde', texts_of_entries(features)))
-        more = [entries_in_two_parts(features), different_ids(features)]
+        more = [entries_in_two_parts(features), different_ids(features), combined(features)]
         more = tf.nest.flatten(more, expand_composites=True)
         found.update({f'more {i}': one for i, one in enumerate(more)})
         return tf.estimator.EstimatorSpec(mode, predictions=found)
@@ -721,6 +832,121 @@ def test_values_of_one_device(towers, in_order):
     values = {'table': floats(IDS, WIDTH), 'other/table': floats(IDS, WIDTH, seed=1)}
     values['global_step'] = 0
     compare_predictions(model_fn, batches, towers, values=values, **SPARSE)
+
+
+# Entries that are put together with others, sorted, cut or filled up.
+
+
+def joined(features):
+    """Ids of two features, with weights."""
+    sparse = features['sparse']
+    others = sparse.with_values(sparse.values // 2)
+    ids = tf.sparse.concat(1, [sparse, tf.sparse.from_dense(features['dense'] + 1), others])
+    weights = ids.with_values(tf.cast(ids.values, tf.float32) / IDS + 1)
+    return tf.nn.safe_embedding_lookup_sparse(table(), ids, weights)
+
+
+def joined_with_weights(features):
+    """Weights are put together as their ids are."""
+    sparse, weights = features['sparse'], features['weights']
+    weights = tf.SparseTensor(sparse.indices, weights.values, sparse.dense_shape)
+    ids = tf.sparse.concat(1, [sparse, sparse.with_values(sparse.values // 2)])
+    weights = tf.sparse.concat(1, [weights, weights])
+    return tf.nn.safe_embedding_lookup_sparse(table(), ids, weights)
+
+
+def sorted_and_cut(features):
+    """The first ids of each example, with their weights."""
+    sparse = tf.sparse.reorder(features['sparse'])
+    sparse = tf.sparse.slice(sparse, [0, 0], [sparse.dense_shape[0], 2])
+    weights = sparse.with_values(tf.cast(sparse.values, tf.float32) / IDS + 1)
+    return tf.nn.safe_embedding_lookup_sparse(table(), sparse, weights)
+
+
+def sorted_alike(features):
+    """Ids and trained weights of the same entries."""
+    sparse, own = features['sparse'], features['weights']
+    scale = tf.get_variable('scale', [], initializer=tf.ones_initializer())
+    weights = tf.SparseTensor(sparse.indices, own.values * scale, sparse.dense_shape)
+    return tf.nn.safe_embedding_lookup_sparse(
+        table(), tf.sparse.reorder(sparse), tf.sparse.reorder(weights), 'sum'
+    )
+
+
+def filled_with_trained(features):
+    """A score for each id, and one for examples without ids: all of these are trained."""
+    ids = features['sparse']
+    scores = tf.reduce_sum(tf.gather(table(), ids.values), 1)
+    default = tf.get_variable('default', [], initializer=tf.ones_initializer())
+    filled, _ = tf.sparse.fill_empty_rows(ids.with_values(scores), default)
+    sums = tf.math.segment_sum(tf.tanh(filled.values), filled.indices[:, 0])
+    return tf.reshape(sums, [-1, 1])
+
+
+def indicators(features):
+    """Which ids each example has."""
+    return tf.cast(tf.sparse.to_indicator(features['sparse'], IDS), tf.float32) @ table()
+
+
+def ids_looked_up_once(features):
+    """Each different id of the batch is looked up once."""
+    unique, places = tf.unique(tf.reshape(tf.maximum(features['dense'], 0), [-1]))
+    rows = tf.nn.embedding_lookup(table(), unique)
+    sums = tf.reduce_sum(tf.gather(rows, tf.reshape(places, [-1, COLUMNS])) ** 2, 1)
+    return sums + tf.reduce_sum(tf.reshape(tf.gather(rows, places), [-1, COLUMNS, WIDTH]), 1)
+
+
+COMBINED = [
+    joined,
+    joined_with_weights,
+    sorted_and_cut,
+    sorted_alike,
+    filled_with_trained,
+    indicators,
+    ids_looked_up_once,
+]
+OF_ENTRIES = {'SparseConcat', 'SparseReorder', 'SparseSlice', 'SparseFillEmptyRowsGrad', 'Unique'}
+
+
+@pytest.mark.parametrize('optimizer', ['sgd', 'adagrad'])
+@pytest.mark.parametrize('in_order', [True, False], ids=['in order', 'in any order'])
+@pytest.mark.parametrize('forward', COMBINED, ids=lambda f: f.__name__)
+def test_combined_entries(forward, in_order, optimizer, behavior):
+    batches = batches_of(*ALL, in_order=in_order)
+    ours, _ = compare(regression(forward, optimizer), batches, 3, **SPARSE)
+    assert not types_run_once(ours.graph) & (OF_ENTRIES | LOOKUPS)
+
+
+def test_an_id_twice_in_an_example_with_other_weights(behavior):
+    """In which order they are sorted depends on all entries of the batch."""
+    count = 40  # More than `std::sort` keeps in their order.
+
+    def model_fn(features, labels, mode):
+        sparse, weights = features['sparse'], features['weights']
+        weighted = tf.sparse.merge(sparse, sparse.with_values(weights.values), IDS)
+        joined = tf.sparse.concat(1, [weighted, weighted])
+        return tf.estimator.EstimatorSpec(
+            mode,
+            predictions={
+                'weights': weighted.values,
+                'dense': tf.sparse.to_dense(weighted, validate_indices=False),
+                'joined': joined.values,
+            },
+        )
+
+    features, labels = batches_of(12)[0]
+    indices = np.argwhere(np.ones([12, count]))
+    features.update({'indices': indices, 'indices of weights': indices})
+    features['ids'] = np.arange(12 * count) % 5
+    features['weights'] = floats(12 * count)
+    features['shape'] = np.array([12, count])
+    compare_predictions(model_fn, [(features, labels)], 3, values={'global_step': 0}, **SPARSE)
+
+
+@pytest.mark.parametrize('forward', COMBINED, ids=lambda f: f.__name__)
+def test_microbatches_of_combined_entries(forward):
+    model_fn = regression(forward, 'adagrad')
+    compare(model_fn, batches_of(*ALL), 2, microbatches=2, **SPARSE)
 
 
 # Weights of ids that are a sparse tensor of their own.
@@ -1168,6 +1394,76 @@ def test_padded_lookup(combiner, weights, behavior):
 def test_microbatches_of_padded_lookups(weights, microbatches):
     model_fn = regression(padded_lookup('mean', weights), 'adagrad')
     compare(model_fn, batches_to_pad(), 2, microbatches=microbatches, **SPARSE)
+
+
+def sums_of_kept_ids(combiner, key='sparse'):
+    """A plain lookup of some of the ids, with trained weights; the last examples may have none."""
+
+    def lookup(features):
+        ids = features[key] if key == 'sparse' else tf.sparse.from_dense(features[key])
+        kept = tf.sparse.retain(ids, ids.values % 4 < 3)
+        scores = tf.gather(tf.get_variable('scores', [IDS]), kept.values)
+        rows = tf.nn.embedding_lookup_sparse(
+            table(), kept, kept.with_values(tf.sigmoid(scores)), combiner=combiner
+        )
+        return tf.pad(rows, [[0, missing_rows(features, rows)], [0, 0]])
+
+    return lookup
+
+
+def means_of_masked(features):
+    """Means of what a mask leaves of each example."""
+    ids = features['dense']
+    places = tf.where(ids > 2)
+    rows = tf.tanh(tf.gather(table(), tf.gather_nd(ids, places)))
+    means = tf.math.segment_mean(rows, places[:, 0])
+    return tf.pad(means, [[0, missing_rows(features, means)], [0, 0]])
+
+
+OF_KEPT = {
+    **{
+        f'{key}, {combiner}': sums_of_kept_ids(combiner, key)
+        for key in ('sparse', 'dense')
+        for combiner in ('sum', 'mean', 'sqrtn')
+    },
+    'masked': means_of_masked,
+}
+SUMS = {'SegmentSum', 'SegmentMean', 'Pad', 'Slice', 'Where', 'Unique'}
+
+
+@pytest.mark.parametrize('forward', OF_KEPT.values(), ids=[*OF_KEPT])
+def test_sums_of_entries_that_are_kept(forward, behavior):
+    ours, _ = compare(regression(forward, 'adagrad'), batches_to_pad(), 4, **SPARSE)
+    assert not types_run_once(ours.graph) & (SUMS | LOOKUPS)
+
+
+@pytest.mark.parametrize('forward', [*OF_KEPT.values()][::3], ids=[*OF_KEPT][::3])
+def test_microbatches_of_sums_of_entries_that_are_kept(forward):
+    model_fn = regression(forward, 'adagrad')
+    compare(model_fn, batches_to_pad(), 2, microbatches=2, **SPARSE)
+
+
+@pytest.mark.parametrize('has_last', [True, False])
+def test_sums_of_entries_that_are_kept_beside_examples(has_last, behavior):
+    """Of ids that fewer examples have, it's an error on several devices, as on one."""
+
+    def forward(features):
+        places = tf.where(features['dense'] > 2, name='kept')
+        rows = tf.gather(table(), tf.gather_nd(features['dense'], places))
+        return tf.math.segment_sum(rows, places[:, 0])
+
+    batches = batches_of(*ALL)
+    for features, _ in batches:
+        features['dense'][-1] = 5 if has_last else 1
+    model_fn = regression(forward)
+    if has_last:
+        ours, _ = compare(model_fn, batches, 3, **SPARSE)
+        assert not types_run_once(ours.graph) & SUMS
+        return
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        train(model_fn, batches, 0, **SPARSE)
+    with pytest.raises(tf.errors.InvalidArgumentError, match='needs an entry in .*strided_slice'):
+        train(model_fn, batches, 3, **SPARSE)
 
 
 def other_paddings(features):

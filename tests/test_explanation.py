@@ -216,6 +216,17 @@ def ranked(features, labels, mode):
 FLOATS = 12 * 3 * 4  # bytes of a batch's features
 
 
+def test_updates_of_a_table_give_nothing(behavior):
+    """An update of a reference variable gives all of the variable, which isn't computed."""
+
+    def model_fn(features, labels, mode):
+        ids = tf.cast(features[:, 0], tf.int32)
+        found = tf.nn.embedding_lookup(tf.get_variable('table', [1000, 3]), ids)
+        return by_sgd(mode, tf.reduce_mean(tf.square(tf.reduce_sum(found, 1) - labels[:, 0])))
+
+    assert sum(op.share for op in explain(model_fn).once) < 0.05
+
+
 @pytest.mark.core
 def test_what_runs_once():
     """`tf.sort` sorts what was transposed, by `TopKV2`, and transposes that: values and indices."""

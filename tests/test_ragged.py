@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu import steps
 from models import floats, spec_of, step
 from towers import assert_same, compare, compare_outputs, train, types_run_once
 
@@ -112,6 +113,18 @@ def sparse_words(features):
     return tf.nn.safe_embedding_lookup_sparse(table(), ids) * lengths
 
 
+def lookup_of_sparse(features):
+    """With weights, which are sparse, too."""
+    ids = features['ids']
+    weights = ids.with_values(1 / (1 + tf.cast(ids.flat_values, tf.float32)))
+    return tf.nn.safe_embedding_lookup_sparse(table(), ids.to_sparse(), weights.to_sparse())
+
+
+def without_last_values(features):
+    """Each example has its first two ids."""
+    return tf.reduce_sum(tf.nn.embedding_lookup(table(), features['ids'][:, :2]), 1)
+
+
 def regression(forward):
     def model_fn(features, labels, mode):
         net = tf.layers.dense(tf.layers.dense(forward(features), 4, tf.nn.tanh), 1)
@@ -147,6 +160,22 @@ def test_reductions(forward):
     # The optimizer adds up gradients of ids that were looked up, which may be different already.
     sharded = SHARDED - {'UnsortedSegmentSum'} if forward is sparse_words else SHARDED
     assert not types_run_once(ours.graph) & sharded
+
+
+@pytest.mark.parametrize(
+    'forward, sharded',
+    [
+        (lookup_of_sparse, ['RaggedTensorToSparse', 'SparseFillEmptyRows', 'SegmentSum']),
+        (without_last_values, ['UnsortedSegmentSum', 'MatMul']),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else '',
+)
+def test_ragged_tensors_in_another_form(forward, sharded):
+    model_fn = regression(forward)
+    ours, _ = compare(model_fn, batches_of(*ALL), 3, static=False, preprocess=to_ragged)
+    once = steps.of_graph(ours.graph).plan.once
+    types = {ours.graph.get_operation_by_name(op).type for op in once if 'Adagrad' not in op}
+    assert not types & {*sharded}
 
 
 def test_sums_of_gradients():
@@ -283,8 +312,20 @@ def rows_and_shapes(features):
 
 
 def dense_and_sparse(features):
-    sparse = features['ids'].to_sparse()
-    return tf.concat([sparse.values, tf.reshape(features['ids'].to_tensor(), [-1])], 0)
+    ids = features['ids']
+    sparse = ids.to_sparse()
+    few = ids.with_values(ids.flat_values > 1).to_sparse()
+    numbers = tf.concat([sparse.indices, few.indices], 0)
+    values = tf.where_v2(few.values, sparse.values, -sparse.values)
+    shapes = tf.concat([sparse.dense_shape, few.dense_shape], 0)
+    deep = tf.RaggedTensor.from_row_lengths(ids, [ids.nrows()]).to_sparse()
+    return tf.concat(
+        [
+            *(values, tf.reshape(ids.to_tensor(), [-1]), tf.reshape(numbers, [-1]), shapes),
+            *(deep.values, deep.dense_shape),
+        ],
+        0,
+    )
 
 
 def padded_ids(features):

@@ -424,7 +424,15 @@ def _to_dense(op, b):
     return dense + b.floats(2)
 
 
+def _sparse_reduction(op, b):
+    places, values, shape = _sparse(b, tf.float32, least=1)
+    given = dict(input_indices=places, input_values=values, input_shape=shape)
+    sums = op(reduction_axes=[1], **given)
+    return [sums, op(reduction_axes=[-1], keep_dims=True, **given)]
+
+
 sample('CTCLoss', _ctc_loss)
+sample('SparseReduceMax SparseReduceSum', _sparse_reduction)
 sample('SparseToDense', _to_dense)
 sample('SparseTensorDenseMatMul', _sparse_matmul)
 

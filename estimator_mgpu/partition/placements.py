@@ -193,7 +193,18 @@ class PlacesOfIds(CountedByTower):
     """
 
     ids: UniqueRows
-    rows: RowSpace  # those that have a place each
+    rows: RowSpace  # those that have places
+    factor: Size = ONE  # how many places each of them has
+
+    @property
+    def shard(self) -> Shard:
+        """The placement of what has an entry for each place."""
+        return Shard(0, self.rows)
+
+    @property
+    def count(self) -> Size:
+        """How many places all towers have together."""
+        return self.factor * self.rows.size
 
 
 @dataclass(frozen=True)

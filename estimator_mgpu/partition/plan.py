@@ -107,7 +107,8 @@ class Padding(NamedTuple):
     """Zeros behind the output of a tower's copy, which ends with its last example with an entry."""
 
     rows: RowSpace  # those of the output with the zeros: `RowsToLast`, or all of the batch's
-    indices: str  # the name of the tensor with the indices of the entries
+    entries: str  # the name of the row space of the entries
+    indices: str  # and of a tensor that says in which rows they are: their indices, or a vector
 
 
 class LocalRange(NamedTuple):

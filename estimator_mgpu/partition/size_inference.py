@@ -198,7 +198,7 @@ class Sizes:
         shape: Sequence[Size | None] | None = None
         if tensor.op.type in _SHAPE_INPUTS:
             shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
-        elif tensor.op.type in _SHAPE_FUNCTIONS:
+        elif tensor.op.type in _SHAPE_FUNCTIONS and tensor.value_index == 0:
             shape = _SHAPE_FUNCTIONS[tensor.op.type](self, tensor.op)
         if shape is None:
             return dims
@@ -365,9 +365,17 @@ def _shape_of_concat(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | 
     return sizes.entries(count)
 
 
+def _shape_of_ragged_range(sizes: Sizes, op: tf.Operation) -> Sequence[Size | None] | None:
+    """The row splits of a ragged tensor with a row for each start: `ragged[:, :5]` makes such."""
+    starts = sizes.dims(op.inputs[0])
+    rows = starts[0].rows if starts else None
+    return [Size.of(Splits(rows))] if rows is not None and starts == [rows.size] else None
+
+
 _SHAPE_FUNCTIONS: dict[str, Callable[[Sizes, tf.Operation], Sequence[Size | None] | None]] = {
     'ConcatV2': _shape_of_concat,
     'Cumsum': lambda sizes, op: sizes.dims(op.inputs[0]),
+    'RaggedRange': _shape_of_ragged_range,
     'RaggedTensorToTensor': _shape_of_ragged,
     'Range': _shape_of_range,
     'StridedSlice': _shape_of_slice,

@@ -34,6 +34,11 @@ class RowSpace:
         return Size.of(self)
 
     @property
+    def is_of_tensor(self) -> bool:
+        """Whether it starts with a tensor, unlike the batch's."""
+        return ':' in self.name
+
+    @property
     def is_ordered(self) -> bool:
         """Whether no row needs a number that tells its place.
 
@@ -86,17 +91,17 @@ class DenseEntries(SelectedRows):
 class RowsToLast(SelectedRows):
     """The examples up to the last one that has an entry: sums of entries by their rows end there.
 
-    They start with the indices of the entries. A tower has those of its examples that are among
+    They start with what the entries start with. A tower has those of its examples that are among
     them: all of its examples, if a later tower has an entry.
     """
 
-    # The names of the indices of all sparse tensors whose sums end there; the first is `name`.
+    # The names of the row spaces of all entries whose sums end there; the first is `name`.
     summed: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, indices: Sequence[str], origin: RowSpace) -> RowsToLast:
-        """The rows to which entries with these indices are summed."""
-        return cls(indices[0], None, origin, summed=tuple(indices))
+    def of(cls, entries: Sequence[str], origin: RowSpace) -> RowsToLast:
+        """The rows to which entries with row spaces of these names are summed."""
+        return cls(entries[0], None, origin, summed=tuple(entries))
 
     @functools.cached_property
     def behind(self) -> RowsBehind:

@@ -63,8 +63,10 @@ def _numpy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _strided_slice(
     tensor: tf.Tensor, x: ndarray, begin: ndarray, end: ndarray, stride: ndarray
 ) -> Any:
-    """`x[begin:end:stride]` along the first dimension, or `x[begin]`."""
+    """`x[begin:end:stride]` along the first dimension, or `x[begin]`; of a scalar, `x[None]`."""
     masks = slice_masks(tensor.op)
+    if x.ndim == 0 and masks['new_axis'] == 1 and tensor.shape.rank == 1:
+        return _numpy(np.reshape, x, 1)
     if masks['new_axis'] or masks['ellipsis']:
         raise UnknownSize('the slice adds dimensions')
     first = _only_number(begin)

@@ -17,7 +17,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import Plan
-from estimator_mgpu.tf_internals import function_calls, op_types, private
+from estimator_mgpu.tf_internals import function_calls, graphs, op_types, private
 
 
 class Once(NamedTuple):
@@ -63,7 +63,9 @@ def _work_of(op: tf.Operation) -> Work:
     functions = function_calls.function_graphs(op) if op.type in op_types.FUNCTION_CALLERS else []
     if not functions:
         is_product = op.type.startswith(op_types.PRODUCT_PREFIXES)
-        return Work(sum(map(bytes_of, op.outputs)), int(is_product))
+        # An update of a reference variable gives the variable, of which it may change a few rows.
+        outputs = [output for output in op.outputs if not graphs.is_reference_variable(output)]
+        return Work(sum(map(bytes_of, outputs)), int(is_product))
     works = [_work_in(function) for function in functions]
     return max(works) if op.type in op_types.BRANCHES else _added(works)
 

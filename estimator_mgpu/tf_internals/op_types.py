@@ -102,6 +102,7 @@ SHAPE_QUERIES = frozenset(['Shape', 'ShapeN', 'Size', 'Rank'])
 """Ops that ask only for dimensions: nothing has to be gathered for them."""
 SHAPE_OUTPUTS = {
     'SparseReshape': 1,
+    **dict.fromkeys(['RaggedTensorToSparse', 'SparseConcat', 'SparseSlice'], 2),
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], 2),
     **dict.fromkeys(['StringSplit', 'StringSplitV2'], 2),
 }

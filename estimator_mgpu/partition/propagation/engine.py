@@ -233,8 +233,7 @@ class _Pass:
             return False
         if isinstance(rows, SelectedRows) and self._begins_in_branch(rows.origin):
             return True
-        is_of_tensor = ':' in rows.name  # unlike the batch's
-        return is_of_tensor and self._may_be_dead(
+        return rows.is_of_tensor and self._may_be_dead(
             tf.get_default_graph().get_tensor_by_name(rows.name)
         )
 

@@ -19,13 +19,14 @@ those in `selections` are.
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.placements import (
     REPLICATE,
+    Partial,
     Placement,
     PlacesOfIds,
     Positions,
@@ -45,12 +46,22 @@ from estimator_mgpu.partition.plan import (
     local_shape_by_rows,
 )
 from estimator_mgpu.partition.rules import ragged, unique_ids
-from estimator_mgpu.partition.rules.row_indices import begin_with_repeated_rows, column_of
-from estimator_mgpu.partition.rules.selections import of_positions, of_shape
+from estimator_mgpu.partition.rules.row_indices import (
+    begin_with_repeated_rows,
+    begins_with_first_column,
+    column_of,
+)
+from estimator_mgpu.partition.rules.selections import (
+    before_arrangement,
+    of_positions,
+    of_rows,
+    of_shape,
+)
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import (
     ONE,
     Entries,
+    Entry,
     Largest,
     RowSpace,
     RowsToLast,
@@ -63,8 +74,20 @@ from estimator_mgpu.partition.sizes import (
 from estimator_mgpu.tf_internals import op_types
 
 _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 'Prod', 'Sum'))
-# What lookups of sparse ids make of each row: it's zero without entries.
-_SUMS = ('SegmentSum', *op_types.SPARSE_SEGMENTS)
+# What lookups of sparse ids make of each row, or models themselves: it's zero without entries.
+_SUMS = ('SegmentMean', 'SegmentSum', *op_types.SPARSE_SEGMENTS)
+
+
+# Ops whose entries have different indices if those of the first input have.
+_KEEP_INDICES = (
+    *('Cast', 'GatherV2', 'Identity', 'SparseFillEmptyRows', 'SparseReorder', 'SparseReshape'),
+    'SparseSlice',
+)
+# What they make may have the same indices twice: ids in the place of columns, say.
+_MAY_REPEAT_INDICES = (
+    *('ConcatV2', 'DynamicPartition', 'ExpandDims', 'GatherNd', 'Maximum', 'Pack', 'Reshape'),
+    *('Squeeze', 'StridedSlice', 'Transpose'),
+)
 
 
 def decide(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -136,6 +159,41 @@ def _with_factor(positions: Positions, factor: Size) -> Positions:
     return dataclasses.replace(positions, selections=(), factor=factor, fill_rows=fill_rows)
 
 
+def _key_in_order(op: tf.Operation, operands: Sequence[Positions]) -> Hashable:
+    """What says how many entries rows have of which an op has brought the entries into their order.
+
+    Of ids and their weights, say, it may be the same.
+    """
+    # An example's entries may be shared out to several rows in more than one way.
+    return op.type, tuple(operands) if operands[0].factor == ONE else op.inputs[0].name
+
+
+def _in_order(
+    op: tf.Operation, key: Hashable, rows: RowSpace, factor: Size, sizes: Sizes
+) -> Positions:
+    """The indices of entries that an op gives in the order of the rows in which they are.
+
+    Args:
+      key: what says how many entries each row has.
+    """
+    selection = SelectedRows(op.outputs[0].name, None, origin_of(rows))
+    return Positions(sizes.same_for(key, selection), rows, factor)
+
+
+def _sparse_tensor(positions: Positions, columns: int, needs: Sequence[Need]) -> Decision:
+    """A decision for an op that gives a sparse tensor: indices, values and mostly a shape.
+
+    Args:
+      columns: how many dimensions it has.
+    """
+    size = Size(columns)
+    return Decision(
+        OpPlan(tuple(needs)),
+        [positions, positions.shard, None],
+        [[positions.count, size], [positions.count], [size]],
+    )
+
+
 def _fill_empty_rows(
     op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
 ) -> Decision | None:
@@ -155,22 +213,109 @@ def _fill_empty_rows(
     if local_shape is None or per_row(shape[0], rows) != positions.factor:
         return None
 
-    filled = SelectedRows(op.outputs[0].name, None, origin_of(rows))
-    # An example's entries may be shared out to several rows in more than one way.
-    key = positions if positions.factor == ONE else op.inputs[0].name
-    filled = sizes.same_for((op.type, key), filled)
-    filled_positions = Positions(filled, rows, positions.factor, fill_rows=True)
-    count = filled_positions.count
+    key = _key_in_order(op, [positions])
+    filled = _in_order(op, key, rows, positions.factor, sizes)
+    filled = dataclasses.replace(filled, fill_rows=True)
+    places = Positions(positions.selection, filled.selection, ONE, repeats=positions.repeats)
     return Decision(
         OpPlan((need, of_positions(positions, placements[1]), local_shape, FULL)),
-        [
-            filled_positions,
-            filled_positions.shard,
-            Shard(0, rows),
-            None,  # A place among the filled entries for each entry.
-        ],
-        [[count, dims[1]], [count], [shape[0]], [dims[0]]],
+        # The last ones are the places of the entries among the filled ones.
+        [filled, filled.shard, Shard(0, rows), places],
+        [[filled.count, dims[1]], [filled.count], [shape[0]], [dims[0]]],
     )
+
+
+def _gradient_of_fill(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseFillEmptyRowsGrad`: the places of entries among the filled ones, and gradients."""
+    places, gradient = placements
+    dims = sizes.dims(op.inputs[1])
+    if not isinstance(places, Positions) or not dims:
+        return None
+    need = of_rows(places, gradient, dims[0])
+    if need is None:
+        return None
+    of_default = Partial('sum', origin_of(places.rows))
+    return Decision(OpPlan((LOCAL, need)), [places.shard, of_default], [[places.count], []])
+
+
+def _are_different(indices: tf.Tensor) -> bool:
+    """Whether no two entries have the same indices, unless two of the batch's sparse tensors have.
+
+    Args:
+      indices: those of which towers have their own.
+    """
+    op = indices.op
+    if op.type == 'SparseConcat':
+        return all(map(_are_different, op.inputs[: op.get_attr('N')]))
+    if op.type == 'GatherV2' and before_arrangement(op.inputs[1]).op.type != 'Where':
+        return False
+    if op.type in _KEEP_INDICES:
+        return _are_different(op.inputs[0])
+    return op.type not in _MAY_REPEAT_INDICES  # Others are the batch's, or in a mask or a text.
+
+
+def _reorder(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseReorder`: indices, values, the shape. It sorts the entries, by their rows first.
+
+    In which order it gives entries with the same indices depends on all entries, so these need the
+    same value. A sparse tensor of the batch has none of them.
+    """
+    indices = _indices_of(op.inputs[0], placements[0], sizes)
+    shape = sizes.entries(op.inputs[2])
+    if indices is None or not shape:
+        return None
+    are_different = isinstance(placements[0], Positions) and _are_different(op.inputs[0])
+    if not are_different and op.inputs[1].op.type != op_types.FILL:
+        return None
+    positions, need = indices
+    local_shape = local_shape_by_rows(shape, positions.rows)
+    if local_shape is None or not shape[0].same_as(positions.total):
+        return None
+    key = _key_in_order(op, [positions])
+    ordered = _in_order(op, key, positions.rows, positions.factor, sizes)
+    needs = (need, of_positions(positions, placements[1]), local_shape)
+    return _sparse_tensor(ordered, len(shape), needs)
+
+
+class _SparseOperands(NamedTuple):
+    """Sparse tensors that an op combines, each row with the same row of the others.
+
+    Attributes:
+      positions: their indices, all of the same rows.
+      needs: the forms of all indices, then of all values, then of all shapes.
+    """
+
+    positions: Sequence[Positions]
+    needs: Sequence[Need]
+
+
+def _sparse_operands(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> _SparseOperands | None:
+    """An op's first inputs: all indices, all values, and all shapes; None if rows differ."""
+    count = op.get_attr('N')
+    all_positions: list[Positions] = []
+    needs_of_indices: list[Need] = []
+    needs_of_values: list[Need] = []
+    needs_of_shapes: list[Need] = []
+    for number in range(count):
+        indices = _indices_of(op.inputs[number], placements[number], sizes)
+        shape = sizes.entries(op.inputs[2 * count + number])
+        if indices is None or not shape:
+            return None
+        positions, need = indices
+        rows = all_positions[0].rows if all_positions else positions.rows
+        local_shape = local_shape_by_rows(shape, rows)
+        is_of_rows = positions.total == rows.size and shape[0].same_as(rows.size)
+        if not is_of_rows or local_shape is None:
+            return None
+        all_positions.append(positions)
+        needs_of_indices.append(need)
+        needs_of_values.append(of_positions(positions, placements[count + number]))
+        needs_of_shapes.append(local_shape)
+    return _SparseOperands(all_positions, needs_of_indices + needs_of_values + needs_of_shapes)
 
 
 def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -178,60 +323,110 @@ def _cross(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 
     It gives the entries of each row, in the order of the rows.
     """
-    count = op.get_attr('N')
-    inputs = iter(zip(op.inputs, placements))
-    all_indices = [_indices_of(*pair, sizes) for pair in itertools.islice(inputs, count)]
-    values = [placement for _, placement in itertools.islice(inputs, count)]
-    shapes = [sizes.entries(tensor) or [] for tensor, _ in itertools.islice(inputs, count)]
-    dense = list(itertools.islice(inputs, len(op.get_attr('dense_types'))))
-    others = list(inputs)
-
-    own_rows = [indices[0].rows for indices in all_indices if indices]
-    own_rows += [placement.rows for _, placement in dense if isinstance(placement, Shard)]
+    sparse = _sparse_operands(op, placements, sizes)
+    if sparse is None or not all(one.selection.is_ordered for one in sparse.positions):
+        return None  # It takes entries to be in the order of the rows.
+    needs = list(sparse.needs)
+    dense = range(len(needs), len(needs) + len(op.get_attr('dense_types')))
+    own_rows = [positions.rows for positions in sparse.positions]
+    own_rows += [rows for rows in (rows_of(placements[index]) for index in dense) if rows]
     if not own_rows or isinstance(own_rows[0], SelectedRows):
         return None
     rows = own_rows[0]
-    all_dims = [*shapes, *[sizes.dims(tensor) or [] for tensor, _ in dense]]
-    if not all(dims and dims[0].same_as(rows.size) for dims in all_dims):
-        return None
-
-    needs_of_indices: list[Need] = []
-    needs_of_values: list[Need] = []
-    for indices, placement in zip(all_indices, values):
-        if indices is None:
+    for index in dense:
+        dims = sizes.dims(op.inputs[index])
+        if not dims or not dims[0].same_as(rows.size):
             return None
-        positions, need = indices
-        if not positions.selection.is_ordered or positions.total != rows.size:
-            return None  # It takes them to be in the order of the rows.
-        needs_of_indices.append(need)
-        needs_of_values.append(of_positions(positions, placement))
-    needs: list[Need] = [*needs_of_indices, *needs_of_values]
-    needs += [LocalShape(tuple(shape), 0, rows) for shape in shapes]
-    needs += [
-        LOCAL if placement == Shard(0, rows) else Slice(0, rows, ONE) for _, placement in dense
-    ]
-    needs += [FULL] * len(others)
+        needs.append(LOCAL if placements[index] == Shard(0, rows) else Slice(0, rows, ONE))
+    needs += [FULL] * (len(op.inputs) - len(needs))
 
-    crossed = Positions(SelectedRows(op.outputs[0].name, None, origin_of(rows)), rows, ONE)
+    crossed = _in_order(op, op.name, rows, ONE, sizes)
     shape = op.outputs[2]
     sizes.set_entries(shape, [rows.size, Size.of(Largest(shape.name, 1))])
-    return Decision(
-        OpPlan(tuple(needs)),
-        [crossed, crossed.shard, None],
-        [[crossed.count, Size(2)], [crossed.count], [Size(2)]],
-    )
+    return _sparse_tensor(crossed, 2, needs)
+
+
+def _concat(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`SparseConcat` of entries of the same rows: indices, values and shapes.
+
+    It gives the entries of each row, in the order of the rows.
+    """
+    sparse = _sparse_operands(op, placements, sizes)
+    if sparse is None or isinstance(sparse.positions[0].rows, SelectedRows):
+        return None
+    shapes = [sizes.entries(shape) or [] for shape in op.inputs[-len(sparse.positions) :]]
+    axis = op.get_attr('concat_dim') % len(shapes[0])
+    if axis == 0 or not _are_different(op.outputs[0]):
+        return None
+    if not all(isinstance(placement, Positions) for placement in placements[: len(shapes)]):
+        return None
+    columns = [Size.of(Largest(op.outputs[2].name, axis))]
+    sizes.set_entries(op.outputs[2], shapes[0][:axis] + columns + shapes[0][axis + 1 :])
+    key = _key_in_order(op, sparse.positions)
+    joined = _in_order(op, key, sparse.positions[0].rows, ONE, sizes)
+    return _sparse_tensor(joined, len(shapes[0]), sparse.needs)
+
+
+def _slice_entries(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`SparseSlice` of all rows: indices, values, the shape, where it starts, and the new shape."""
+    shape, start, size = (sizes.entries(operand) for operand in op.inputs[2:])
+    if not shape or not start or not size:
+        return None
+    if start[0] != Size(0) or not size[0].same_as(shape[0]):
+        return None
+    name = op.outputs[2].name
+    columns = range(1, len(shape))
+    sizes.set_entries(op.outputs[2], [shape[0], *[Size.of(Entry(name, i)) for i in columns]])
+
+    indices = _indices_of(op.inputs[0], placements[0], sizes)
+    if indices is None or not indices[0].selection.is_ordered:
+        return None  # It keeps their order, and doesn't tell which ones it takes.
+    positions, need = indices
+    local_shape = local_shape_by_rows(shape, positions.rows)
+    local_size = local_shape_by_rows(size, positions.rows)
+    if local_shape is None or local_size is None or not shape[0].same_as(positions.total):
+        return None
+    sizes.set_entries(op.outputs[2], [shape[0], *[Size.of(Largest(name, i)) for i in columns]])
+    needs = (need, of_positions(positions, placements[1]), local_shape, FULL, local_size)
+    key = op.type, op.inputs[0].name, tuple(start), tuple(size)
+    left = _in_order(op, key, positions.rows, positions.factor, sizes)
+    return _sparse_tensor(left, len(shape), needs)
 
 
 def _column(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has."""
+    """A `StridedSlice` such as `indices[:, 0]`, the rows of entries, or what another column has.
+
+    Or `indices[:, :2]`, which are indices as well.
+    """
     positions = placements[0]
-    column = column_of(op, sizes)
-    if not isinstance(positions, Positions) or column is None:
+    if not isinstance(positions, Positions):
         return None
-    placement: Placement = positions.shard
-    if column == 0:
-        placement = dataclasses.replace(positions, selections=())
-    return Decision(OpPlan((LOCAL, FULL, FULL, FULL)), [placement], [[positions.count]])
+    plan = OpPlan((LOCAL, FULL, FULL, FULL))
+    of_rows = dataclasses.replace(positions, selections=())
+    if begins_with_first_column(op, sizes):
+        return Decision(plan, [of_rows], [[positions.count, sizes.static_dims(op.outputs[0])[1]]])
+    column = column_of(op, sizes)
+    if column is None:
+        return None
+    return Decision(plan, [of_rows if column == 0 else positions.shard], [[positions.count]])
+
+
+def _join_columns(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`ConcatV2` of indices with columns of others, as `tf.sparse.to_indicator` makes indices."""
+    positions = placements[0]
+    columns = sizes.static_dims(op.outputs[0])[1:]
+    if not isinstance(positions, Positions) or sizes.numbers(op.inputs[-1]) not in ([1], [-1]):
+        return None
+    if len(columns) != 1:
+        return None
+    # All have equally many rows, or the op fails.
+    needs = [LOCAL, *(of_positions(positions, placement) for placement in placements[1:-1]), FULL]
+    of_rows = dataclasses.replace(positions, selections=())
+    return Decision(OpPlan(tuple(needs)), [of_rows], [[positions.count, *columns]])
 
 
 def _segments(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -271,8 +466,7 @@ def _data_and_ids(
     """The forms of a table, or of what was looked up of it, and of each entry's place in that."""
     if isinstance(ids, PlacesOfIds):
         is_of_ids = data == Shard(0, ids.ids) and data_dims[0] == ids.ids.size
-        is_of_entries = Shard(0, ids.rows) == positions.shard
-        return (LOCAL, LOCAL) if is_of_ids and is_of_entries else None
+        return (LOCAL, LOCAL) if is_of_ids and unique_ids.have_places(positions, ids) else None
     return (FULL, LOCAL) if data == REPLICATE and ids == positions.shard else None
 
 
@@ -291,19 +485,20 @@ def _summed_to_last(
     if positions.fill_rows:
         return _summed(positions, needs, data_dims)
     entries = positions.selection
-    if not isinstance(entries, Entries) or op.type not in _SUMS:
+    if not isinstance(entries, SelectedRows) or op.type not in _SUMS or entries.origin.is_of_tensor:
         return None
     if positions.rows is not entries.origin or positions.total != entries.origin.size:
         return None
+    indices = entries.name if isinstance(entries, Entries) else op.inputs[len(needs) - 1].name
     to_last: RowSpace = RowsToLast.of([entries.name], entries.origin)
     rows = sizes.same_for(key_of_sums(entries.name), to_last)  # or others that propagation has set
-    plan = OpPlan(needs, padding=Padding(rows, entries.name))
+    plan = OpPlan(needs, padding=Padding(rows, entries.name, indices))
     return Decision(plan, [Shard(0, rows)], [[rows.size, *data_dims[1:]]])
 
 
-def key_of_sums(indices: str) -> tuple[str, str]:
-    """What says which rows sums of entries have, by the indices of the sparse tensor."""
-    return 'sums', indices
+def key_of_sums(entries: str) -> tuple[str, str]:
+    """What says which rows sums of entries have, by the name of the row space of the entries."""
+    return 'sums', entries
 
 
 def _summed(positions: Positions, needs: tuple[Need, ...], data_dims: Sequence[Size]) -> Decision:
@@ -347,6 +542,10 @@ def _slice(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> D
 _RULES = {
     'SparseReshape': _reshape,
     'SparseFillEmptyRows': _fill_empty_rows,
+    'SparseFillEmptyRowsGrad': _gradient_of_fill,
+    'SparseReorder': _reorder,
+    'SparseConcat': _concat,
+    'SparseSlice': _slice_entries,
     **dict.fromkeys(['SparseCross', 'SparseCrossHashed', 'SparseCrossV2'], _cross),
     **dict.fromkeys(_SEGMENTS, _segments),
     **dict.fromkeys(op_types.SPARSE_SEGMENTS, _sparse_segments),
@@ -360,6 +559,7 @@ TYPES = tuple(_RULES)
 """Types of ops on entries, whatever they are given."""
 
 _USES = {
+    'ConcatV2': _join_columns,
     'StridedSlice': _column,
     **ragged.USES,
     **unique_ids.USES,

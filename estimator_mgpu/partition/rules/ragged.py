@@ -151,17 +151,7 @@ def _partition(
     """
     kinds = op.get_attr('row_partition_types')
     if kinds == [b'ROW_SPLITS']:
-        splits = op.inputs[3]
-        dims = sizes.dims(splits)
-        symbols = dims[0].symbols if dims else ()
-        if len(symbols) != 1 or not isinstance(symbols[0], Splits):
-            return None
-        rows = symbols[0].rows
-        selection = sizes.selection_of(row_lengths.of_splits(splits), rows)
-        if selection is None:
-            return None
-        needs: tuple[Need, ...] = (RaggedRows(selection.name, splits.name, rows),)
-        return _Partition(rows, rows.size, selection, needs)
+        return _partition_by_splits(op.inputs[3], sizes)
 
     if kinds == [b'FIRST_DIM_SIZE', b'VALUE_ROWIDS']:
         positions = placements[4]
@@ -172,6 +162,42 @@ def _partition(
             return None
         return _Partition(positions.rows, positions.total, positions.selection, (count, LOCAL))
     return None
+
+
+def _partition_by_splits(splits: tf.Tensor, sizes: Sizes) -> _Partition | None:
+    """The ragged tensor of the batch that has some row splits; None if it's another one."""
+    dims = sizes.dims(splits)
+    symbols = dims[0].symbols if dims else ()
+    if len(symbols) != 1 or not isinstance(symbols[0], Splits):
+        return None
+    rows = symbols[0].rows
+    selection = sizes.selection_of(row_lengths.of_splits(splits), rows)
+    if selection is None:
+        return None
+    return _Partition(rows, rows.size, selection, (RaggedRows(selection.name, splits.name, rows),))
+
+
+def _ragged_to_sparse(
+    op: tf.Operation, placements: Sequence[Placement], sizes: Sizes
+) -> Decision | None:
+    """`RaggedTensorToSparse`: row splits and values, which become indices, values and a shape."""
+    splits, *_, values = op.inputs
+    if len(op.inputs) > 2 or sizes.rank(values) != 1:
+        return None
+    partition = _partition_by_splits(splits, sizes)
+    if partition is None:
+        return None
+    longest = Size.of(LongestRow(splits.name))
+    sizes.set_entries(op.outputs[2], [partition.total, longest])
+    values_placement = Shard(0, partition.values)
+    data = LOCAL if placements[1] == values_placement else Slice(0, partition.values, ONE)
+    positions = Positions(partition.values, partition.rows, ONE)
+    count = positions.count
+    return Decision(
+        OpPlan((*partition.needs, data)),
+        [positions, values_placement, None],
+        [[count, Size(2)], [count], [Size(2)]],
+    )
 
 
 def _is_padding(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
@@ -188,6 +214,7 @@ def _is_padding(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes)
 RULES = {
     **dict.fromkeys(['StringSplit', 'StringSplitV2'], _split_strings),
     'DenseBincount': _count,
+    'RaggedTensorToSparse': _ragged_to_sparse,
     'RaggedTensorToTensor': _ragged_to_dense,
 }
 """By type of op: how it's sharded."""

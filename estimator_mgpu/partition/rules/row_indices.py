@@ -93,6 +93,20 @@ def column_of(op: tf.Operation, sizes: Sizes) -> int | None:
     return None if column < 0 else column
 
 
+def begins_with_first_column(op: tf.Operation, sizes: Sizes) -> bool:
+    """Whether a slice such as `indices[:, :2]` takes the first columns of a matrix, of all rows."""
+    masks = slice_masks(op)
+    begin = sizes.numbers(op.inputs[1])
+    if sizes.rank(op.inputs[0]) != 2 or not begin or sizes.numbers(op.inputs[3]) != [1, 1]:
+        return False
+    if masks['shrink_axis'] or masks['ellipsis'] or masks['new_axis']:
+        return False
+    takes_all_rows = masks['begin'] & masks['end'] & 1
+    from_first = masks['begin'] & 2 or begin[1] == 0
+    count = sizes.static_dims(op.outputs[0])[1].static
+    return bool(takes_all_rows and from_first and count)
+
+
 def behind_casts(numbers: tf.Tensor, may_narrow: bool = True) -> tf.Tensor:
     """What integers were before identities, and casts that keep them.
 

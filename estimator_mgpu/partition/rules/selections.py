@@ -52,6 +52,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     OpPlan,
     Slice,
+    local_shape_by_rows,
 )
 from estimator_mgpu.partition.rules import (
     elementwise,
@@ -75,6 +76,7 @@ from estimator_mgpu.partition.sizes import (
     Size,
     UniqueRows,
     may_be_paired,
+    per_row,
     product,
 )
 from estimator_mgpu.tf_internals import op_types
@@ -240,6 +242,10 @@ def _keep_positions(
     if op.type in ('Cast', 'Identity'):
         return Decision(OpPlan((LOCAL,)), [placements[0]], [dims])
 
+    if isinstance(placements[0], PlacesOfIds) and op.type == 'Reshape':
+        reshaped = _reshaped_places(op, placements[0], product(dims), sizes)
+        if reshaped is not None:
+            return reshaped
     if isinstance(placements[0], PaddedPositions):
         if op.type != 'Reshape' or sizes.entries(op.inputs[1]) not in ([Size(-1)], [product(dims)]):
             return None
@@ -256,6 +262,25 @@ def _keep_positions(
     else:
         plan = OpPlan((LOCAL, Constant((-1, *[1] * len(columns_after)))))
     return Decision(plan, [placements[0]], [[dims[0], *columns_after]])
+
+
+def _reshaped_places(
+    op: tf.Operation, places: PlacesOfIds, count: Size, sizes: Sizes
+) -> Decision | None:
+    """Places of all ids that examples have, `count` of them: in a vector, or some in each row."""
+    shape = list(sizes.entries(op.inputs[1]) or [])
+    if isinstance(places.rows, SelectedRows):
+        return None
+    if shape.count(Size(-1)) == 1:
+        quotient = count.over(Size(-1) * product(shape))
+        shape[shape.index(Size(-1))] = quotient or Size(-1)
+    local_shape = local_shape_by_rows(shape, places.rows)
+    if not shape or local_shape is None or not product(shape).same_as(count):
+        return None
+    factor = per_row(shape[0], places.rows)
+    assert factor is not None
+    placement = dataclasses.replace(places, factor=factor)
+    return Decision(OpPlan((LOCAL, local_shape)), [placement], [shape])
 
 
 def _are_one(columns: list[Size]) -> bool:
@@ -298,24 +323,29 @@ def _take_positions(
     """
     rows, indices, axis = op.inputs
     is_along_rows = sizes.numbers(axis) == [0] and op.get_attr('batch_dims') == 0
-    if not is_along_rows or sizes.rank(indices) != 1:
+    if not is_along_rows:
         return None
     if isinstance(placements[1], PlacesOfIds):
-        return _taken_of_ids(rows, placements[0], placements[1], sizes)
+        return _taken_of_ids(op, placements[0], placements[1], sizes)
+    if sizes.rank(indices) != 1:
+        return None
     if isinstance(placements[0], PaddedPositions):
         return _without_padding(op, placements, sizes)
     return _taken(rows, placements[:2], 1, sizes, (FULL,))
 
 
 def _taken_of_ids(
-    tensor: tf.Tensor, placement: Placement, places: PlacesOfIds, sizes: Sizes
+    op: tf.Operation, placement: Placement, places: PlacesOfIds, sizes: Sizes
 ) -> Decision | None:
     """For each entry what belongs to its id, taken of a tensor with a row for each id."""
-    dims = sizes.dims(tensor)
-    if not dims or placement != Shard(0, places.ids) or dims[0] != places.ids.size:
+    dims = sizes.dims(op.inputs[0])
+    dims_of_places = sizes.dims(op.inputs[1])
+    if not dims or not dims_of_places or placement != Shard(0, places.ids):
         return None
-    entry_dims = [places.rows.size, *dims[1:]]
-    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [Shard(0, places.rows)], [entry_dims])
+    if dims[0] != places.ids.size:
+        return None
+    entry_dims = [*dims_of_places, *dims[1:]]
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [places.shard], [entry_dims])
 
 
 def _without_padding(

@@ -11,6 +11,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.plan import FULL, EntriesOf, Label, SizesOf
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule, Signature, require, table
 from estimator_mgpu.partition.size_inference import Sizes
+from estimator_mgpu.partition.sizes import ONE
 
 
 def _entries(op: tf.Operation, indices: int) -> EntriesOf:
@@ -39,6 +40,21 @@ def _to_dense(op: tf.Operation, sizes: Sizes) -> Signature:
     return Signature([entries, SizesOf(labels), entries, FULL], [labels], dims=[dims])
 
 
+def _reduction(op: tf.Operation, sizes: Sizes) -> Signature:
+    """`SparseReduceSum` and the like, of each row: indices, values, the shape, and the axes."""
+    entries = _entries(op, 0)
+    dims = require(sizes.entries(op.inputs[2]))
+    axes = {axis % len(dims) for axis in require(sizes.numbers(op.inputs[3]))}
+    if not axes or 0 in axes:
+        raise NotSharded  # Without axes, it's all of them.
+    output_dims = list(dims)
+    for axis in sorted(axes, reverse=True):
+        output_dims[axis : axis + 1] = [ONE] if op.get_attr('keep_dims') else []
+    shape = SizesOf(('n', *[None] * (len(dims) - 1)))
+    output = ('n', *[None] * (len(output_dims) - 1))
+    return Signature([entries, entries, shape, FULL], [output], dims=[output_dims])
+
+
 def _sparse_matmul(op: tf.Operation, sizes: Sizes) -> Signature:
     """`SparseTensorDenseMatMul`: by rows of the sparse matrix, and by columns of the dense one.
 
@@ -59,6 +75,7 @@ def _sparse_matmul(op: tf.Operation, sizes: Sizes) -> Signature:
 
 _RULES: dict[str, Rule] = {
     'CTCLoss CTCLossV2': _ctc_loss,
+    'SparseReduceMax SparseReduceSum': _reduction,
     'SparseTensorDenseMatMul': _sparse_matmul,
     'SparseToDense': _to_dense,
 }

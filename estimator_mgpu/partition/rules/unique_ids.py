@@ -40,14 +40,16 @@ _SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', '
 
 
 def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
-    """`Unique`: of the ids of entries, those that are different, and the place of each.
+    """`Unique`: of ids, those that are different, and the place of each.
 
-    Optimizers ask for it once more, of the ids that were looked up: these are different already.
+    Optimizers ask for it once more, of the ids that were looked up. If a model has looked up
+    different ids, these are different already. Otherwise it's done once, by the table.
     """
     rows = rows_of(placements[0])
-    if not isinstance(rows, SelectedRows):
+    if rows is None or placements[0] != Shard(0, rows):
         return None
-    if placements[0] != Shard(0, rows) or sizes.dims(op.inputs[0]) != [rows.size]:
+    factor = sizes.per_row(op.inputs[0], 0, rows)
+    if factor is None or (isinstance(rows, SelectedRows) and factor != ONE):
         return None  # Each entry has one id.
     if isinstance(rows, UniqueRows):
         if before_arrangement(op.inputs[0]).name != rows.name:
@@ -55,10 +57,22 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
         dims = [[rows.size], [rows.size]]
         return Decision(OpPlan((LOCAL,)), [Shard(0, rows), PlacesOfIds(rows, rows)], dims)
 
-    picked_from = None if rows.is_ordered else rows
-    ids = UniqueRows(op.outputs[0].name, None, rows.origin, picked_from)
-    dims = [[ids.size], [rows.size]]
-    return Decision(OpPlan((LOCAL,)), [Shard(0, ids), PlacesOfIds(ids, rows)], dims)
+    if not isinstance(rows, SelectedRows) and not _are_looked_up_at(op.outputs[1]):
+        return None
+    picked_from = rows if isinstance(rows, SelectedRows) and not rows.is_ordered else None
+    ids = UniqueRows(op.outputs[0].name, None, origin_of(rows), picked_from)
+    places = PlacesOfIds(ids, rows, factor)
+    return Decision(OpPlan((LOCAL,)), [Shard(0, ids), places], [[ids.size], [places.count]])
+
+
+def _are_looked_up_at(places: tf.Tensor) -> bool:
+    """Whether places of ids say where to look up what belongs to the ids."""
+    for user in places.consumers():
+        if user.type in ('GatherV2', *op_types.SPARSE_SEGMENTS):
+            return True
+        if user.type == op_types.RESHAPE and _are_looked_up_at(user.outputs[0]):
+            return True
+    return False
 
 
 def _gradient_of_gather(
@@ -79,7 +93,7 @@ def _gradient_of_gather(
             return None
         return Decision(OpPlan((LOCAL, LOCAL, count)), [rows], [data_dims])
     # There are as many rows as places, or the op fails.
-    data = LOCAL if placement == Shard(0, places.rows) else Slice(0, places.rows, ONE)
+    data = LOCAL if placement == places.shard else Slice(0, places.rows, places.factor)
     needs = (data, LOCAL, count)
     return _summed_by_id(places.ids, needs, data_dims)
 
@@ -147,9 +161,14 @@ def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -
         return None
     gradient = of_rows(positions, placements[0], dims[0])
     count = _count_of_ids(places.ids, op.inputs[3], sizes)
-    if gradient is None or count is None or Shard(0, places.rows) != positions.shard:
+    if gradient is None or count is None or not have_places(positions, places):
         return None
     return _summed_by_id(places.ids, (gradient, LOCAL, LOCAL, count), dims)
+
+
+def have_places(positions: Positions, places: PlacesOfIds) -> bool:
+    """Whether there is a place for each of some positions, in the same order."""
+    return places.shard == positions.shard and places.factor == positions.repeats
 
 
 def _sparse_gradient(

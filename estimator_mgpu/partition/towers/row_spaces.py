@@ -80,7 +80,11 @@ class ShardsOfRows:
         self._shards: dict[RowSpace, Shards] = {}
         self.of_batch = self._equal_shards(self._plan.rows, values.division.total)
         titles = values.division.batch.titles_of_entries()
-        self.sums_of_entries = SumsOfEntries(self.of_batch, titles, self._origins.device_of_full)
+        paddings = [op_plan.padding for op_plan in self._plan.ops.values() if op_plan.padding]
+        indices = {padding.entries: padding.indices for padding in paddings}
+        self.sums_of_entries = SumsOfEntries(
+            self.of_batch, titles, indices, self._origins.device_of_full
+        )
 
     def of(self, rows: RowSpace) -> Shards:
         """The shards of a row space: the batch's, or one of a tensor."""

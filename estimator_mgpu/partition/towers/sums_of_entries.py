@@ -30,6 +30,8 @@ class SumsOfEntries:
     Args:
       shards: those of the batch.
       titles: what messages call sparse tensors, by the names of their indices.
+      indices: names of tensors that say in which rows entries are, by those of the entries' row
+        spaces.
       device_of_full: the device of a full value.
     """
 
@@ -37,12 +39,14 @@ class SumsOfEntries:
         self,
         shards: Shards,
         titles: Mapping[str, str],
+        indices: Mapping[str, str],
         device_of_full: Callable[[tf.Tensor], str],
     ) -> None:
         self._graph = shards.nodes.graph
         self._nodes = shards.nodes
         self._shards = shards
         self._titles = titles
+        self._indices = indices
         self._device_of_full = device_of_full
         self._counts: dict[tuple[str, RowSpace | None], str] = {}
 
@@ -56,7 +60,7 @@ class SumsOfEntries:
         """
         nodes = self._nodes
         host = host_of(tower.device)
-        size = self.size(padding.indices, tower, padding.rows)
+        size = self.size(padding.entries, tower, padding.rows)
 
         shape = nodes.add('Shape', [copy], tower.device, out_type=tf.int32)
         count = nodes.add('Gather', [shape, 0], host)
@@ -65,32 +69,32 @@ class SumsOfEntries:
         paddings = nodes.add('Reshape', [vector, [rank, 2]], host)
         return nodes.add('Pad', [copy, paddings], tower.device)
 
-    def size(self, indices: str, tower: Tower, rows: RowSpace | None = None) -> str:
+    def size(self, entries: str, tower: Tower, rows: RowSpace | None = None) -> str:
         """How many of a tower's rows come up to the last one with an entry: an int32 scalar.
 
         Args:
-          indices: the name of the tensor with the indices of the entries.
+          entries: the name of their row space.
           rows: the row space of the sums, of which there have to be as many; None for any number.
         """
         nodes = self._nodes
         start, size = self._shards.extent(ONE, tower)
-        total = self._count(indices, rows)
+        total = self._count(entries, rows)
         count = nodes.add('Sub', [total, start], nodes.host)
         count = nodes.add('Maximum', [count, 0], nodes.host)
         return nodes.add('Minimum', [count, size], nodes.host)
 
-    def size_behind(self, indices: str, tower: Tower) -> str:
+    def size_behind(self, entries: str, tower: Tower) -> str:
         """How many of a tower's rows come behind the last one with an entry: an int32 scalar."""
         size = self._shards.local_size(ONE, tower)
-        return self._nodes.add('Sub', [size, self.size(indices, tower)], self._nodes.host)
+        return self._nodes.add('Sub', [size, self.size(entries, tower)], self._nodes.host)
 
-    def _count(self, indices_name: str, rows: RowSpace | None) -> str:
+    def _count(self, entries: str, rows: RowSpace | None) -> str:
         """How many rows come up to the last one with an entry, of all towers: an int32 scalar."""
-        if isinstance(rows, RowsToLast) and rows.name == indices_name:
+        if isinstance(rows, RowsToLast) and rows.name == entries:
             rows = None
-        key = indices_name, rows
+        key = entries, rows
         if key not in self._counts:
-            indices = self._graph.get_tensor_by_name(indices_name)
+            indices = self._graph.get_tensor_by_name(self._indices[entries])
             with self._nodes.at_once(self._device_of_full(indices), indices.op):
                 count = _count_to_last(indices)
                 if rows is not None:
@@ -100,16 +104,16 @@ class SumsOfEntries:
 
     def _if_as_many(self, count: tf.Tensor, indices: tf.Tensor, rows: RowSpace) -> tf.Tensor:
         """The number of sums, which fails unless there are as many of those that they meet."""
-        title = self._titles[indices.name]
+        title = self._title(indices)
         remedy = 'Use tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse.'
         if isinstance(rows, RowsToLast):
-            others = _count_to_last(self._graph.get_tensor_by_name(rows.name))
+            others = self._graph.get_tensor_by_name(self._indices[rows.name])
             message = (
                 f'the last example with an entry must be the same in {title} and '
-                f'{self._titles[rows.name]}: sums of entries end with it, and those of both are '
+                f'{self._title(others)}: sums of entries end with it, and those of both are '
                 f'used together. {remedy} The numbers of sums are'
             )
-            return if_same([count, others], message, count)
+            return if_same([count, _count_to_last(others)], message, count)
 
         total = self._shards.total
         examples = self._graph.get_tensor_by_name(total) if isinstance(total, str) else total
@@ -120,8 +124,13 @@ class SumsOfEntries:
         )
         return if_same([count, examples], message, count)
 
+    def _title(self, indices: tf.Tensor) -> str:
+        """What a message calls entries: their sparse tensor of the batch, or an op."""
+        return self._titles.get(indices.name, indices.op.name)
+
 
 def _count_to_last(indices: tf.Tensor) -> tf.Tensor:
     """How many rows there are up to the last one with an entry: an int32 scalar."""
-    rows = tf.concat([indices[:, 0], [-1]], 0)
+    rows = indices[:, 0] if indices.shape.rank == 2 else indices
+    rows = tf.concat([rows, [-1]], 0)
     return tf.cast(tf.reduce_max(rows) + 1, tf.int32)
