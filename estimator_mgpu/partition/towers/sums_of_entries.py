@@ -111,7 +111,7 @@ class SumsOfEntries:
                 f'{self._titles[rows.name]}: sums of entries end with it, and those of both are '
                 f'used together. {remedy} The numbers of sums are'
             )
-            return if_same([count, others], message, count)
+            return if_same(tf.stack([count, others]), message, count)
 
         total = self._shards.total
         examples = self._graph.get_tensor_by_name(total) if isinstance(total, str) else total
@@ -120,7 +120,7 @@ class SumsOfEntries:
             'with the last one that has any, and are fewer than the examples with which they are '
             f'used. {remedy} The numbers of sums, examples are'
         )
-        return if_same([count, examples], message, count)
+        return if_same(tf.stack([count, examples]), message, count)
 
 
 def _count_to_last(indices: tf.Tensor) -> tf.Tensor:
