@@ -75,6 +75,9 @@ def _movable_ops(
 ) -> dict[tf.Operation, bool]:
     """The ops that run once and may be moved, in order, and whether each is colocated with others.
 
+    Constants aren't among them, though they may be half of all: TensorFlow places one where it's
+    used.
+
     Args:
       plan: which ops are sharded.
       devices: of ops, to which those of ops that can't be moved are added.
@@ -82,7 +85,7 @@ def _movable_ops(
     liveness = Liveness(graph.get_operations())
     movable: dict[tf.Operation, bool] = {}
     for op in graph.get_operations():
-        if op.name in plan.ops:
+        if op.type == op_types.CONST or op.name in plan.ops:
             continue
         node = op.node_def
         device = _fixed_device(op, node, plan)
