@@ -147,9 +147,10 @@ class ShardsOfRows:
         with self._nodes.for_many():
             host = self._nodes.host
             if isinstance(symbol, Dim):
+                value, device = self._measured(tensor, tower)
                 if tensor.shape.rank == 1:
-                    return self._measure('Size', tensor, tower, dtype)
-                vector = self._measure('Shape', tensor, tower, dtype)
+                    return self._nodes.add('Size', [value], device, out_type=dtype)
+                vector = self._nodes.add('Shape', [value], device, out_type=dtype)
                 index = symbol.axis
                 if tower is not None:  # It's asked for on the tower's machine.
                     host = host_of(tower.device)
@@ -195,17 +196,10 @@ class ShardsOfRows:
         largest = self._nodes.add('Max', [vector, 0], host)
         return self._nodes.cast(largest, dtype, host)
 
-    def _measure(self, query: str, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
-        """The `Shape` or `Size` of what a tower has of a tensor, or of the full value.
-
-        The latter is asked for if towers have none.
-        """
+    def _measured(self, tensor: tf.Tensor, tower: Tower | None) -> tuple[str, str]:
+        """What a tower has of a tensor, or the full value if towers have none; and its device."""
         is_source = tensor.name in self._origins.sources and tensor.name not in self._plan.entries
         if tensor.name in self._plan.placements and not is_source:
             tower = tower or self._towers[0]
-            value = self._values.local(tensor, tower)
-            device = tower.device
-        else:
-            value = self._values.full(tensor)
-            device = self._origins.device_of_full(tensor)
-        return self._nodes.add(query, [value], device, out_type=dtype)
+            return self._values.local(tensor, tower), tower.device
+        return self._values.full(tensor), self._origins.device_of_full(tensor)
