@@ -11,6 +11,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
+from estimator_mgpu.tf_internals import graphs
 
 column = tf.feature_column
 
@@ -65,3 +66,20 @@ def test_calls_grow_with_the_model(model, count, behavior):
     calls_to_divide(model, 2)  # What is called only once in a process.
     first, second, third = (calls_to_divide(model, parts * count) for parts in (1, 2, 3))
     assert third - second <= 1.03 * (second - first)
+
+
+def test_slices_depend_on_one_feature():
+    """TensorFlow looks for a constant among all that the ends of a slice are computed from."""
+    with tf.Graph().as_default() as graph:
+        features, forward = numeric_columns(5)
+
+        def model_fn(features):
+            return estimator_mgpu.estimator.EstimatorSpec('eval', loss=tf.reduce_mean(forward()))
+
+        estimator_mgpu.replicate(model_fn, devices=2)(features)
+        slices = [op for op in graph.get_operations() if '/replicate/StridedSlice' in op.name]
+        assert len(slices) == 2 * 5
+        for op in slices:
+            ends = [tensor.op for tensor in op.inputs[1:]]
+            upstream = graphs.ancestors(ends, graphs.data_inputs)
+            assert sum(op.type == 'Placeholder' for op in upstream) <= 1

@@ -13,10 +13,14 @@ INDICES = np.stack([np.arange(7), np.zeros(7, int)], 1)  # of a sparse tensor of
 
 
 def needless(features, labels, mode):
-    """Gradients of `net` are summed over no dimension, as the size of the batch is dynamic."""
+    """Gradients of `net` are summed over no dimension, as the size of the batch is dynamic.
+
+    Those of `zeros` are zeros like these.
+    """
     product = tf.matmul(features['x'], weights('w', 3, 3))
     net = tf.add(tf.add(product, weights('b', 3), 'biased'), features['x'], 'net')
-    same = tf.reshape(net, tf.shape(features['x']), 'same')
+    positive = tf.where(net < 0, tf.zeros_like(net, name='zeros'), net, 'positive')
+    same = tf.reshape(positive, tf.shape(features['x']), 'same')
     folded = tf.reduce_sum(same, 1, keepdims=True, name='folded')
     loss = tf.reduce_mean(tf.square(folded - labels) * same)
     return spec_of(mode, loss, sgd(loss))
@@ -100,8 +104,9 @@ def with_copies(names, graph):
 def test_they_have_no_copies(devices, microbatches, behavior):
     """Also a gradient that goes to its variable in a pack, together with another one."""
     gradient = 'gradients/biased_grad/Reshape'
-    bypassed = {'same', 'gradients/net_grad/Sum', 'gradients/net_grad/Reshape', gradient}
-    others = {'net', 'folded', 'gradients/MatMul_grad/MatMul_1'}
+    sums = {'gradients/net_grad/Sum', 'gradients/net_grad/Reshape', gradient}
+    bypassed = {'same', 'gradients/positive_grad/zeros_like', *sums}
+    others = {'net', 'zeros', 'folded', 'gradients/MatMul_grad/MatMul_1'}
     names = [*bypassed, *others]
     graph = compare(needless, names, devices, microbatches)
     assert with_copies(names, graph) == others

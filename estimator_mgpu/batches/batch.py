@@ -86,19 +86,7 @@ class Batch(NamedTuple):
         leaves = in_use or self.leaves
         first = tf.nest.flatten(list(leaves.values()), expand_composites=True)[0]
         with tracebacks.made_for(first.op):
-            counts = _rows_of_each(list(leaves.values()))
-            total = counts[0]
-            is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
-            if len(counts) > 1 and not is_static:
-                # This text is in the graph.
-                message = (
-                    'features and labels must have the same number of examples along dimension 0, '
-                    'but for those that are replicated: scalars, and what '
-                    'replicate(broadcast=[...]) names. The numbers of examples of '
-                    f'{", ".join(map(title, leaves))} are'
-                )
-                total = if_same(counts, message, total)
-            return tf.cast(total, tf.int32)
+            return _total(leaves)
 
 
 def _is_used(leaf: Any) -> bool:
@@ -107,16 +95,36 @@ def _is_used(leaf: Any) -> bool:
     return any(part.consumers() for part in parts)
 
 
-def if_same(counts: Sequence[tf.Tensor | int], message: str, value: tf.Tensor) -> tf.Tensor:
-    """A value, which fails with a message unless all counts are the same.
+def _total(leaves: dict[Path, Any]) -> tf.Tensor:
+    """The number of examples of leaves, with an assertion that all have the same."""
+    first = next(iter(leaves.values()))
+    is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
+    if len(leaves) == 1 or is_static:
+        return tf.cast(number_of_rows(first), tf.int32)
+
+    paths, numbers = _rows_of_each(leaves)
+    # This text is in the graph.
+    message = (
+        'features and labels must have the same number of examples along dimension 0, but '
+        'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
+        f'names. The numbers of examples of {", ".join(map(title, paths))} are'
+    )
+    # If one machine has read a leaf, that's measured once more. For each slice of examples that is
+    # added, TensorFlow looks through all that its ends are computed from: thousands of leaves.
+    is_read_by_one = not isinstance(first, tf.Tensor) or len(parts_of(first)) == 1
+    total = number_of_rows(first) if is_read_by_one else numbers[0]
+    return tf.cast(if_same(numbers, message, total), tf.int32)
+
+
+def if_same(numbers: tf.Tensor, message: str, value: tf.Tensor) -> tf.Tensor:
+    """A value, which fails with a message unless all numbers of a vector are the same.
 
     Args:
-      counts: integer scalars; the first one is a tensor.
-      message: what the error says before the counts.
+      numbers: integers.
+      message: what the error says before the numbers.
       value: any tensor.
     """
-    numbers = tf.stack(counts)
-    same = tf.reduce_all(tf.equal(numbers, counts[0]))
+    same = tf.reduce_all(tf.equal(numbers, numbers[0]))
     # `tf.Assert` would make a branch, with functions of its own, for this one op.
     check = tf.raw_ops.Assert(condition=same, data=[message, numbers], summarize=100)
     with tf.control_dependencies([check]):
@@ -236,40 +244,35 @@ def number_of_rows(leaf: Any) -> tf.Tensor:
     return tf.add_n(sizes) if len(sizes) > 1 else sizes[0]
 
 
-def _rows_of_each(leaves: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the sizes of dimension 0 of leaves, as `number_of_rows` does of one.
+def _rows_of_each(leaves: dict[Path, Any]) -> tuple[list[Path], tf.Tensor]:
+    """Returns the sizes of dimension 0 of leaves, as a vector, and the paths in its order.
 
     A few ops give those of all dense tensors of one type on one device, as there may be thousands.
     If machines have read parts, each of them sends those of all its parts as one vector.
     """
-    alike = defaultdict[tuple[Any, ...], list[tf.Tensor]](list)
-    for leaf in leaves:
+    alike = defaultdict[Any, dict[Path, Any]](dict)
+    for path, leaf in leaves.items():
+        kind: Any = path
         if isinstance(leaf, tf.Tensor):
-            devices = tuple(part.device for part in parts_of(leaf))
-            alike[leaf.dtype, leaf.device, devices].append(leaf)
-    sizes: dict[str, tf.Tensor] = {}  # by the names of dense tensors
-    for tensors in alike.values():
-        if len(tensors) > 1:
-            sizes.update(zip((tensor.name for tensor in tensors), _first_sizes(tensors)))
-    return [
-        sizes[leaf.name]
-        if isinstance(leaf, tf.Tensor) and leaf.name in sizes
-        else number_of_rows(leaf)
-        for leaf in leaves
-    ]
+            kind = leaf.dtype, leaf.device, tuple(part.device for part in parts_of(leaf))
+        alike[kind][path] = leaf
+    paths = [path for group in alike.values() for path in group]
+    return paths, tf.concat([_first_sizes(list(group.values())) for group in alike.values()], 0)
 
 
-def _first_sizes(tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """As `number_of_rows` of each, of dense tensors of one type that are on the same devices."""
-    ranks = [tensor.shape.rank for tensor in tensors]
+def _first_sizes(leaves: Sequence[Any]) -> tf.Tensor:
+    """As `number_of_rows` of each: of one leaf, or of tensors of one type on the same devices."""
+    if len(leaves) == 1:
+        return tf.stack([number_of_rows(leaves[0])])
+    ranks = [tensor.shape.rank for tensor in leaves]
     positions = np.cumsum([0, *ranks[:-1]])  # of the first sizes among all of the shapes'
     vectors = []
-    for parts in zip(*map(parts_of, tensors)):
+    for parts in zip(*map(parts_of, leaves)):
         with tf.device(parts[0].device or HOST):
             shapes = tf.shape_n(parts, tf.int64)
             vectors.append(tf.gather(tf.concat(shapes, 0), positions))
-    with tf.device(tensors[0].device or HOST):
-        return tf.unstack(tf.add_n(vectors) if len(vectors) > 1 else vectors[0])
+    with tf.device(leaves[0].device or HOST):
+        return tf.add_n(vectors) if len(vectors) > 1 else vectors[0]
 
 
 def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:

@@ -59,14 +59,16 @@ def set_types(node: Any, dtypes: Sequence[tf.DType]) -> None:
     TensorFlow does so when it adds an op.
 
     Args:
-      dtypes: of the operands. At most one argument of the op takes several: `values` of `Pack`.
+      dtypes: of the operands. One argument of the op may take several, as `values` of `Pack`, or
+        two may that take as many, as those of `DynamicStitch`.
     """
     arguments = private.op_definition(node.op).input_arg
     lists = [argument for argument in arguments if argument.number_attr or argument.type_list_attr]
-    assert len(lists) <= 1, f'{node.op} takes several lists'
+    assert len({(one.number_attr, one.type_list_attr) for one in lists}) <= 1, node.op
+    others = len(arguments) - len(lists)
     position = 0
     for argument in arguments:
-        count = len(dtypes) - len(arguments) + 1 if argument in lists else 1
+        count = (len(dtypes) - others) // len(lists) if argument in lists else 1
         of_argument = dtypes[position : position + count]
         position += count
         if argument.type_list_attr:

@@ -10,6 +10,7 @@ DISABLE_COPIES = 'DisableCopyOnRead'
 ENSURE_SHAPE = 'EnsureShape'
 CAST = 'Cast'
 RESHAPE = 'Reshape'
+SLICE = 'Slice'
 
 ZEROS_ONES_LIKE = {'ZerosLike': 0, 'OnesLike': 1}
 """Ops that fill a tensor of another one's shape, and by what: they need no value, only a shape."""

@@ -169,9 +169,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
       placements: of the op's inputs. Only operands that have the entries of a sparse tensor may be
         counted by towers; others are replicated.
     """
-    is_replicated = all(
-        placement == REPLICATE or isinstance(placement, CountedByTower) for placement in placements
-    )
+    is_replicated = all(placement == REPLICATE for placement in placements)
     if is_replicated and not scope.follows_gathered(op) and _rule_adds_nothing(op):
         return
 
@@ -191,12 +189,18 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
     """Whether a rule can't say more than the graph of an op none of whose inputs is sharded.
 
     It could say which sizes the outputs have, or that the op makes its shard by itself. The graph
-    knows the sizes of most ops of an optimizer, and a shard is made of integers: of a size, as by
-    `tf.zeros([batch, 3])`.
+    knows the sizes of most ops of an optimizer, and a shard is made of a shape, as by
+    `tf.zeros([batch, 3])`: neither is the shape, which is made of scalars, nor is a scalar.
     """
-    if any(operand.dtype.base_dtype in _SIZE_TYPES for operand in op.inputs):
+    if all(output.shape.rank == 0 for output in op.outputs):
+        return True
+    if any(map(_may_be_shape, op.inputs)):
         return False
     return all(output.shape.is_fully_defined() for output in op.outputs)
+
+
+def _may_be_shape(tensor: tf.Tensor) -> bool:
+    return tensor.dtype.base_dtype in _SIZE_TYPES and tensor.shape.rank != 0
 
 
 def decide_kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> Decision | None:

@@ -16,7 +16,7 @@ they are few, and somebody may look for a tower's copy by its name.
 
 An optimizer puts rows of a sparse gradient with the same id together (`Unique`,
 `UnsortedSegmentSum`). In the gradient of a lookup of different ids, each row has an id of its own,
-so both are bypassed.
+so both are bypassed. So are zeros like zeros: `tf.where` has these as its gradient for others.
 
 In: a plan, whose sizes tell which shapes are the same. Out: the plan without these ops. They stay
 in the graph and have full values, for whoever fetches them.
@@ -78,7 +78,12 @@ def bypass_needless_ops(division: Division) -> None:
 
 def _candidates(graph: tf.Graph) -> Iterator[tf.Operation]:
     """Yields the ops that may be needless; a `Unique` after those that use its places."""
-    types = (*op_types.REDUCTIONS, op_types.RESHAPE, op_types.UNSORTED_SEGMENT_SUM)
+    types = (
+        *op_types.REDUCTIONS,
+        *op_types.ZEROS_ONES_LIKE,
+        op_types.RESHAPE,
+        op_types.UNSORTED_SEGMENT_SUM,
+    )
     yield from graphs.ops_of_types(graph, types)
     yield from graphs.ops_of_types(graph, (op_types.UNIQUE,))
 
@@ -123,6 +128,8 @@ def _source_to_use_instead(
     if op.type == op_types.UNSORTED_SEGMENT_SUM and not _are_own_places(
         plan.placements, op.inputs[1]
     ):
+        return None
+    if op.type in op_types.ZEROS_ONES_LIKE and source.op.type != op.type:
         return None
     if not isinstance(placement, (Partial, Shard)) or placement != plan.placements.get(output.name):
         return None

@@ -239,6 +239,6 @@ class LocalParts:
                 f'{self._titles[indices_name]}, {self._titles[values.name]} are'
             )
             with self._nodes.at_once(self._origins.device_of_full(values), values.op):
-                counts = [tf.shape(indices)[0], tf.size(values)]
+                counts = tf.stack([tf.shape(indices)[0], tf.size(values)])
                 self._as_many[values.name] = if_same(counts, message, values).name
         return self._as_many[values.name]

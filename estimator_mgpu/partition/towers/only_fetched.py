@@ -27,6 +27,7 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
 from estimator_mgpu.partition.plan import LOCAL, OF_SIZES, Plan
 from estimator_mgpu.partition.towers.origins import Origins
+from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.private import control_consumers
 
 
@@ -51,8 +52,12 @@ def worth_making(
 
 
 def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:
-    """Whether far more would be gathered for an op than of what it gives: of an `ArgMax`, say."""
-    if op.name not in plan.ops:
+    """Whether far more would be gathered for an op than of what it gives: of an `ArgMax`, say.
+
+    A slice doesn't count, as it isn't the only one: the gradient of a concatenation of columns is
+    taken apart into thousands of them.
+    """
+    if op.name not in plan.ops or op.type == op_types.SLICE:
         return False
     taken = [entries_of(operand) for operand in op.inputs if operand.name in plan.placements]
     return max(taken, default=0) > 4 * sum(map(entries_of, op.outputs))

@@ -126,8 +126,7 @@ class ShardsOfRows:
         """How many different ids all towers have together."""
         full = self._values.full(ids)
         device = self._origins.device_of_full(ids)
-        shape = self._nodes.add('Shape', [full], device, out_type=tf.int32)
-        return self._nodes.add('Gather', [shape, 0], host_of(device))
+        return self._nodes.add('Size', [full], device, out_type=tf.int32)
 
     def size(self, tensor: tf.Tensor) -> str:
         """The value of a tensor that says how large the global batch is, as of `tf.shape(x)`."""
@@ -151,7 +150,10 @@ class ShardsOfRows:
         with self._nodes.for_many():
             host = self._nodes.host
             if isinstance(symbol, Dim):
-                vector = self._shape(tensor, tower, dtype)
+                value, device = self._measured(tensor, tower)
+                if tensor.shape.rank == 1:
+                    return self._nodes.add('Size', [value], device, out_type=dtype)
+                vector = self._nodes.add('Shape', [value], device, out_type=dtype)
                 index = symbol.axis
                 if tower is not None:  # It's asked for on the tower's machine.
                     host = host_of(tower.device)
@@ -197,14 +199,10 @@ class ShardsOfRows:
         largest = self._nodes.add('Max', [vector, 0], host)
         return self._nodes.cast(largest, dtype, host)
 
-    def _shape(self, tensor: tf.Tensor, tower: Tower | None, dtype: tf.DType) -> str:
-        """The shape of what a tower has of a tensor, or of the full value if towers have none."""
+    def _measured(self, tensor: tf.Tensor, tower: Tower | None) -> tuple[str, str]:
+        """What a tower has of a tensor, or the full value if towers have none; and its device."""
         is_source = tensor.name in self._origins.sources and tensor.name not in self._plan.entries
         if tensor.name in self._plan.placements and not is_source:
             tower = tower or self._towers[0]
-            value = self._values.local(tensor, tower)
-            device = tower.device
-        else:
-            value = self._values.full(tensor)
-            device = self._origins.device_of_full(tensor)
-        return self._nodes.add('Shape', [value], device, out_type=dtype)
+            return self._values.local(tensor, tower), tower.device
+        return self._values.full(tensor), self._origins.device_of_full(tensor)

@@ -27,6 +27,15 @@ Extent = tuple[Number, Number]
 """Where a tower's entries along a dimension start, and how many they are."""
 
 
+class Bounds(NamedTuple):
+    """The vectors that a `StridedSlice` along an axis is given, by name."""
+
+    axis: int
+    begin: str
+    end: str
+    strides: str
+
+
 class Shards:
     """Shards of a row space: `EqualShards` or `SelectionShards`.
 
@@ -56,8 +65,8 @@ class Shards:
         self.symbol_value = symbol_value
         # For each tower, its extent in what each machine has read.
         self._extents_in_parts: list[list[Extent]] = []
-        # By how many entries a row has, and the tower's number.
-        self._extents_of_slices: dict[tuple[Size, int], Extent] = {}
+        # By how many entries a row has, the tower's number, and the axis.
+        self._bounds_of_slices: dict[tuple[Size, int, int], Bounds] = {}
 
     # Subclasses set or override these.
 
@@ -146,11 +155,12 @@ class Shards:
 
     def slice(self, full: str, axis: int, factor: Size, tower: Tower, device: str) -> str:
         """A tower's shard of a full value, with `factor` entries a row along an axis."""
-        key = factor, tower.number
-        if key not in self._extents_of_slices:
+        key = factor, tower.number, axis
+        if key not in self._bounds_of_slices:
             index = index_type(factor * self.rows.size)
-            self._extents_of_slices[key] = self.extent(factor, tower, index)
-        return self.cut(full, axis, self._extents_of_slices[key], device)
+            extent = self.extent(factor, tower, index)
+            self._bounds_of_slices[key] = self._bounds(axis, extent)
+        return self._cut(full, self._bounds_of_slices[key], device)
 
     def slice_of_blocks(
         self, full: str, axis: int, dims: Sequence[Size], tower: Tower, device: str
@@ -200,16 +210,24 @@ class Shards:
         It's a `StridedSlice` rather than a `Slice`, as that keeps the other dimensions' static
         sizes.
         """
+        return self._cut(value, self._bounds(axis, extent), device)
+
+    def _bounds(self, axis: int, extent: Extent) -> Bounds:
+        """The bounds of the entries of an extent along an axis."""
         start, size = extent
         end = self._add(start, size)
         index = index_type(Size(end)) if isinstance(end, int) else self.nodes.dtype(end)
-        begin_vector = self.nodes.tensor([*[0] * axis, start], index)
-        end_vector = self.nodes.tensor([*[0] * axis, end], index)
-        strides = self.nodes.tensor([1] * (axis + 1), index)
+        return Bounds(
+            axis,
+            self.nodes.tensor([*[0] * axis, start], index),
+            self.nodes.tensor([*[0] * axis, end], index),
+            self.nodes.tensor([1] * (axis + 1), index),
+        )
 
+    def _cut(self, value: str, bounds: Bounds, device: str) -> str:
         # A bit for each dimension before the axis, which is taken from its begin to its end.
-        mask = (1 << axis) - 1
-        inputs = [value, begin_vector, end_vector, strides]
+        mask = (1 << bounds.axis) - 1
+        inputs = [value, bounds.begin, bounds.end, bounds.strides]
         return self.nodes.add('StridedSlice', inputs, device, begin_mask=mask, end_mask=mask)
 
     def join_parts(self, parts: Sequence[tf.Tensor], tower: Tower) -> str:

@@ -113,7 +113,7 @@ class SumsOfEntries:
                 f'{self._title(others)}: sums of entries end with it, and those of both are '
                 f'used together. {remedy} The numbers of sums are'
             )
-            return if_same([count, _count_to_last(others)], message, count)
+            return if_same(tf.stack([count, _count_to_last(others)]), message, count)
 
         total = self._shards.total
         examples = self._graph.get_tensor_by_name(total) if isinstance(total, str) else total
@@ -122,7 +122,7 @@ class SumsOfEntries:
             'with the last one that has any, and are fewer than the examples with which they are '
             f'used. {remedy} The numbers of sums, examples are'
         )
-        return if_same([count, examples], message, count)
+        return if_same(tf.stack([count, examples]), message, count)
 
     def _title(self, indices: tf.Tensor) -> str:
         """What a message calls entries: their sparse tensor of the batch, or an op."""

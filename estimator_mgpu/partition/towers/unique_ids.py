@@ -78,11 +78,7 @@ def add_up(shards: Shards, merged: MergedIds, sums: Sequence[str], device: str) 
     return shards.nodes.add(op_types.UNSORTED_SEGMENT_SUM, inputs, device)
 
 
-def take_first(shards: Shards, merged: MergedIds, rows: Sequence[str], device: str) -> str:
-    """Takes of each id what the first tower has that has it."""
-    nodes = shards.nodes
+def take_one(shards: Shards, merged: MergedIds, rows: Sequence[str], device: str) -> str:
+    """Takes of each id what a tower has that has it: the last one of these."""
     joined = gather_selection(shards, rows, 0, device)
-    size = nodes.add('Size', [merged.places], device, out_type=tf.int32)
-    numbers = nodes.add('Range', [0, size, 1], device)
-    firsts = nodes.add('UnsortedSegmentMin', [numbers, merged.places, merged.size], device)
-    return nodes.take(joined, firsts, device)
+    return shards.nodes.add('DynamicStitch', [merged.places, joined], device)

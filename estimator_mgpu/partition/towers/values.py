@@ -227,7 +227,7 @@ class Values:
         )
         if tensor.name == rows.name:
             return {tensor.name: merged.ids}
-        combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_first
+        combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_one
         return {tensor.name: combine(origin, merged, values, device)}
 
     def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
