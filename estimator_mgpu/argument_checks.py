@@ -8,8 +8,6 @@ from typing import Any, SupportsInt
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.tf_internals import tf_estimator
-
 
 def is_positive_integer(value: Any) -> bool:
     """Whether a value is a positive integer of Python's or NumPy's."""
@@ -55,25 +53,3 @@ def check_named(unnamed: tuple[Any, ...], example: str) -> None:
         raise TypeError(
             f'{values} was given without a name. Devices and options are given by name: {example}.'
         )
-
-
-def check_strategies(config: Any) -> None:
-    """Raises ValueError if a RunConfig puts the model_fn on several devices itself.
-
-    Args:
-      config: the RunConfig, whose strategies may be for training or for evaluation; or None.
-    """
-    strategies = tf_estimator.strategies_of(config)
-    if strategies:
-        name = next(iter(strategies))
-        strategy = name_of_strategy(strategies[name])
-        raise ValueError(
-            f'The RunConfig has {name}={strategy}, which puts the model_fn on '
-            f'several devices itself. Leave out {name}: the devices of replicate() or '
-            'estimator_mgpu.Estimator are for training, evaluation and prediction.'
-        )
-
-
-def name_of_strategy(strategy: Any) -> str:
-    """What a user calls a strategy: in graphs, each one has a class of its own."""
-    return type(strategy).__name__.removesuffix('V1')

@@ -25,7 +25,7 @@ from typing import (
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.argument_checks import check_named, check_strategies, name_of_strategy
+from estimator_mgpu.argument_checks import check_named
 from estimator_mgpu.cluster import tf_config
 from estimator_mgpu.devices import Devices, checked, checked_microbatches, resolve, warn_of_missing
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
@@ -39,6 +39,7 @@ from estimator_mgpu.model_fns.calls import (
 )
 from estimator_mgpu.model_fns.model_function import ModelFunction
 from estimator_mgpu.partition.variable_devices import Variables
+from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.garbage_collection import collect_earlier_graphs
 
 if TYPE_CHECKING:
@@ -245,11 +246,28 @@ def _checked_recompute(recompute: Any) -> bool:
     return bool(recompute)
 
 
+def check_strategies(config: Any) -> None:
+    """Raises ValueError if a RunConfig puts the model_fn on several devices itself.
+
+    Args:
+      config: the RunConfig, whose strategies may be for training or for evaluation; or None.
+    """
+    strategies = tf_estimator.strategies_of(config)
+    if strategies:
+        name = next(iter(strategies))
+        strategy = _name_of_strategy(strategies[name])
+        raise ValueError(
+            f'The RunConfig has {name}={strategy}, which puts the model_fn on '
+            f'several devices itself. Leave out {name}: the devices of replicate() or '
+            'estimator_mgpu.Estimator are for training, evaluation and prediction.'
+        )
+
+
 def _check_config(config: Any, machines: Any) -> None:
     """Fails if something else would use several devices or machines."""
     check_strategies(config)
     if tf.distribute.has_strategy():
-        name = name_of_strategy(tf.distribute.get_strategy())
+        name = _name_of_strategy(tf.distribute.get_strategy())
         raise ValueError(
             f'A replicated model_fn is called in the scope of {name}, which puts it on several '
             'devices itself. Leave out that scope, or replicate().'
@@ -260,3 +278,8 @@ def _check_config(config: Any, machines: Any) -> None:
             'TF_CONFIG has several machines, and a plain Estimator would train on each by '
             'itself. Use estimator_mgpu.Estimator(model_fn, config=config): it trains on all.'
         )
+
+
+def _name_of_strategy(strategy: Any) -> str:
+    """What a user calls a strategy: in graphs, each one has a class of its own."""
+    return type(strategy).__name__.removesuffix('V1')

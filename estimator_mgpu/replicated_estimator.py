@@ -17,7 +17,6 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.argument_checks import (
     check_input_fn,
     check_steps,
-    check_strategies,
     list_of_hooks,
 )
 from estimator_mgpu.checkpoints import checkpoint_files
@@ -29,7 +28,7 @@ from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call
 from estimator_mgpu.predictor import Predictor
-from estimator_mgpu.replicate import CommonOptions, check_options, replicate
+from estimator_mgpu.replicate import CommonOptions, check_options, check_strategies, replicate
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import tf_estimator
 from estimator_mgpu.tf_internals.tf_estimator import EstimatorV2, get_default_session_config

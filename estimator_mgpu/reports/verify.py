@@ -19,12 +19,12 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu import optimizer
-from estimator_mgpu.argument_checks import check_strategies, is_positive_integer
+from estimator_mgpu.argument_checks import is_positive_integer
 from estimator_mgpu.derived_estimators import remade
 from estimator_mgpu.devices import Devices, resolve
 from estimator_mgpu.model_fns.spec_results import decide_order
 from estimator_mgpu.partition.order.open_pairs import OpenPair
-from estimator_mgpu.replicate import replicate
+from estimator_mgpu.replicate import check_strategies, replicate
 from estimator_mgpu.replicated_estimator import Estimator, with_devices
 from estimator_mgpu.reports.notebooks import Table, html_of
 from estimator_mgpu.steps import of_graph
