@@ -75,14 +75,10 @@ class _Devices:
         self._sort_ops()
 
     def _sort_ops(self) -> None:
-        """Tells the ops that may be moved from those that have their device.
-
-        Constants aren't among them, though they may be half of all: TensorFlow places one where
-        it's used.
-        """
+        """Tells the ops that may be moved from those that have their device."""
         liveness = Liveness(self._graph.get_operations())
         for op in self._graph.get_operations():
-            if op.type == op_types.CONST or op.name in self._plan.ops:
+            if op.name in self._plan.ops:
                 continue
             node = op.node_def
             device = _fixed_device(op, node, self._plan)
