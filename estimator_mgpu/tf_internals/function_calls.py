@@ -154,7 +154,8 @@ def let_wait(op: tf.Operation, before: Sequence[tf.Operation]) -> None:
     """
     if before and op.type in op_types.FUNCTION_CALLERS and not op.control_inputs:
         arguments = [operand.op for operand in op.inputs if operand.dtype != tf.resource]
-        device = op.device or before[0].device
+        # TensorFlow gives an op's control inputs in no order: their addresses decide.
+        device = op.device or min(before, key=private.creation_index).device
         with op.graph.as_default(), tf.name_scope(None), tf.device(device or None):
             with tf.control_dependencies(None), tf.control_dependencies([*before, *arguments]):
                 before = [tf.no_op(f'{op.name}/arguments_are_there')]
