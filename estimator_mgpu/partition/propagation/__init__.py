@@ -5,8 +5,8 @@ In: the placements of the batch. Out: a `Plan`. Nothing is added to the graph he
 - `batch_placements`: what towers have of the batch.
 - `engine` visits the ops in order, and has what they need decided; ops that ask for shapes need no
   rule: sizes are known without a gather.
-- `decisions`: how one op runs, also if what it's given is partial: `op_types.PARTIAL_INPUTS` has
-  the ops that pass partial results on.
+- `decisions`: how one op runs. `partial_results`: if what it's given is partial:
+  `op_types.PARTIAL_INPUTS` has the ops that pass partial results on.
 - `reasons`: why an op runs once, of several reasons the one that users are told.
 - `matching`: along which label of its rule an op is sharded.
 - `loops`, `branches`, `called_functions`, `function_bodies`: ops that call functions, and loops and

@@ -29,8 +29,9 @@ from estimator_mgpu.partition.propagation.branches import (
     decide_merge,
     decide_switch,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, decide_of_partial, makes_dense
+from estimator_mgpu.partition.propagation.decisions import decide
 from estimator_mgpu.partition.propagation.loops import decide_loop, decide_v1_loop
+from estimator_mgpu.partition.propagation.partial_results import decide_of_partial, makes_dense
 from estimator_mgpu.partition.propagation.reasons import reason_of, reason_of_lists_made
 from estimator_mgpu.partition.propagation.scope import CallRule, EqualNames, Scope
 from estimator_mgpu.partition.rules.notation import NotSharded, Rule

@@ -35,7 +35,8 @@ from estimator_mgpu.partition.plan import (
     Slice,
     SparseRows,
 )
-from estimator_mgpu.partition.propagation.decisions import decide, decide_kept_partial
+from estimator_mgpu.partition.propagation.decisions import decide
+from estimator_mgpu.partition.propagation.partial_results import decide_kept_partial
 from estimator_mgpu.partition.propagation.reasons import default_reason
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules.notation import NotSharded
