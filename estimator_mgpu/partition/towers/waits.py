@@ -59,17 +59,19 @@ class Waits:
         self._sharded_bits = 0
         for op in sharded:
             self._sharded_bits |= order.bits(op)
-        # Found once all ops were visited; the ops behind them are visited again.
-        self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
+        # What is decided, by the user's ops. Of a sharded op, each tower has a copy; the op itself
+        # stays for whoever fetches it, and is in all of these as well.
+        self._waits_of_copy: dict[tf.Operation, Sequence[tf.Operation]] = {}
+        self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}  # of those it had, which stay
+        self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}  # which ones it gets
 
-        # By ops. A sharded op is in all of these: the user's op is there for whoever fetches it.
-        # As bits, what has run when a copy has, or the user's op, itself included:
+        # As bits, what has certainly run once a copy has, or the user's op; itself included.
         self._waited_for_by_copy: dict[tf.Operation, int] = {}
         self._waited_for: dict[tf.Operation, int] = {}
-        # What they wait for by control edges:
-        self._waits_of_copy: dict[tf.Operation, Sequence[tf.Operation]] = {}
-        self._waits: dict[tf.Operation, Sequence[tf.Operation]] = {}  # where it waited before
-        self._added: dict[tf.Operation, Sequence[tf.Operation]] = {}  # further ones
+
+        # By gradients. They are known only once all ops were visited, so whatever follows from
+        # these gradients is visited again then.
+        self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
         self._needed_by_copies = self._find_needed_by_copies(sharded)
         # The others neither wait for anything now nor may have to.
@@ -172,8 +174,8 @@ class Waits:
     def touches_state(self, replacements: Sequence[tf.Tensor]) -> bool:
         """Whether a tensor outside of loops is made by reading or changing state.
 
-        A loop of TensorFlow 1 may do both in its ops, and that of a backward pass takes what the
-        forward pass has left for it.
+        A loop of TensorFlow 1 may do both in its ops; and the loop of a backward pass takes what
+        that of the forward pass has left for it.
 
         Args:
           replacements: the tensor, and what one rewrite after another uses in its place.
@@ -230,8 +232,9 @@ class Waits:
     ) -> dict[tf.Operation, list[tf.Operation]]:
         """For each tower's gradient, its own reads for which it waits, so that the write needn't.
 
-        The gradient of a reference variable needn't follow from all reads of it, after which it's
-        written. If the write itself waited for them, each device would have to send a message:
+        A reference variable is written after all reads of it. Its gradient comes after most of
+        these anyhow. If the write itself waited for the others, each device would have to send a
+        message; so the tower's gradient waits for them:
 
             tower 0:  read - - -> gradient ---+
                                               +--> sum --> write
