@@ -22,8 +22,8 @@ from estimator_mgpu.argument_checks import (
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief
+from estimator_mgpu.cluster.restarts import LastStep
 from estimator_mgpu.cluster.serve import serve
-from estimator_mgpu.cluster.sessions import LastStep
 from estimator_mgpu.devices import Devices, device_spec, resolve, session_config
 from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AUTO, AutoMicrobatches, Call

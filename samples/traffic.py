@@ -44,7 +44,7 @@ import tensorflow.compat.v1 as tf
 from absl import app, flags
 
 import estimator_mgpu
-from estimator_mgpu.cluster import machine_input, sessions
+from estimator_mgpu.cluster import machine_input, saving
 from estimator_mgpu.devices import CHIEF, device_spec, machine_of
 from estimator_mgpu.model_fns.spec_results import result_ops
 from estimator_mgpu.partition.byte_counts import bytes_of
@@ -134,7 +134,7 @@ def count(model_fn, machines):
     """Returns the bytes that each task sends, that it receives, and those of trained variables."""
     with tf.Graph().as_default() as graph:
         spec, _ = build(model_fn, machines)
-        sessions.place_on_chief(graph)
+        saving.place_on_chief(graph)
         messages = traffic.messages([spec.train_op, spec.loss.op], CHIEF)
         sent, received = totals(between_machines(messages))
         return sent, received, sum(map(bytes_of, tf.trainable_variables()))
@@ -177,7 +177,7 @@ def count_clicks(model, target, devices):
         spec = replicated(features, labels, tf.estimator.ModeKeys.TRAIN)
         variables = tf.trainable_variables()
         initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
-        sessions.place_on_chief(graph)
+        saving.place_on_chief(graph)
         messages = traffic.messages([spec.train_op, spec.loss.op], CHIEF)
         crossing = [message for message in between_machines(messages) if message.is_tensor]
         config = tf.ConfigProto()

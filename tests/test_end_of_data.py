@@ -12,7 +12,7 @@ import tensorflow as tf2
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import machine_input, sessions
+from estimator_mgpu.cluster import machine_input, saving
 from models import ROWS, LazyAdam, floats, sgd, spec_of, step
 from towers import MODES, TRAIN, assert_close, load, session, tower_of
 
@@ -190,7 +190,7 @@ def runs_of(
         variables = {v.op.name: v for v in tf.global_variables() + tf.local_variables()}
         initializers = [tf.global_variables_initializer(), tf.local_variables_initializer()]
         if target:
-            sessions.place_on_chief(graph)
+            saving.place_on_chief(graph)
         with tf.Session(target) if target else session(devices) as sess:
             sess.run(initializers)
             for count in steps:

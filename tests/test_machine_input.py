@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import machine_input, sessions
+from estimator_mgpu.cluster import machine_input, saving
 from estimator_mgpu.tf_internals import graphs
 from models import adam, floats, regression, sgd, spec_of, weights
 from test_samples import SAMPLES
@@ -71,7 +71,7 @@ def until_the_end(target, fetches, at_end=()):
     """Runs steps of the default graph until input ends; returns what each gave, and `at_end`."""
     initializers = [tf.global_variables_initializer(), tf.tables_initializer()]
     if target:
-        sessions.place_on_chief(tf.get_default_graph())
+        saving.place_on_chief(tf.get_default_graph())
     seen = []
     with tf.Session(target, config=session_config(2 if target else 0)) as session:
         session.run(initializers)

@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 from tensorflow.python.training import monitored_session
 
-from estimator_mgpu.cluster import saving, sessions
+from estimator_mgpu.cluster import restarts, saving
 from estimator_mgpu.tf_internals import lost_sessions
 from models import adam, floats, regression
 
@@ -32,12 +32,12 @@ Original stack trace for 'Adam':
 def clock(monkeypatch):
     """A list whose entry is the time; pausing takes it."""
     now = [100.0]
-    monkeypatch.setattr(sessions.time, 'monotonic', lambda: now[0])
+    monkeypatch.setattr(restarts.time, 'monotonic', lambda: now[0])
 
     def sleep(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr(sessions.time, 'sleep', sleep)
+    monkeypatch.setattr(restarts.time, 'sleep', sleep)
     return now
 
 
@@ -50,7 +50,7 @@ def made_again(told):
 @pytest.mark.core
 def test_restarts_without_a_step(clock, caplog, tmp_path):
     """Each waits longer than the one before, and their time is limited."""
-    told = sessions.Restarts(200, str(tmp_path))
+    told = restarts.Restarts(200, str(tmp_path))
     told.pause()
     told.begin()
     starts = []
@@ -75,7 +75,7 @@ def test_restarts_without_a_step(clock, caplog, tmp_path):
 @pytest.mark.core
 def test_where_training_goes_on(caplog, tmp_path):
     """From the last checkpoint; somebody may have removed all."""
-    told = sessions.Restarts(200, str(tmp_path))
+    told = restarts.Restarts(200, str(tmp_path))
     path = str(tmp_path / 'model.ckpt-5')
     with tf.Graph().as_default(), tf.Session() as session:
         tf.get_variable('v', [])
@@ -90,7 +90,7 @@ def test_where_training_goes_on(caplog, tmp_path):
 
 @pytest.mark.core
 def test_a_step_counts_if_it_is_new(clock, tmp_path):
-    told = sessions.Restarts(200, str(tmp_path))
+    told = restarts.Restarts(200, str(tmp_path))
     for step in (10, 11):
         told.stepped(step)
     for _ in range(5):
@@ -105,7 +105,7 @@ def test_a_step_counts_if_it_is_new(clock, tmp_path):
 
 @pytest.mark.core
 def test_the_time_for_which_a_task_was_waited_for_does_not_count(clock, tmp_path):
-    told = sessions.Restarts(200, str(tmp_path))
+    told = restarts.Restarts(200, str(tmp_path))
     told.lost(ERROR)
     told.pause()
     clock[0] += 190  # for a machine to come back
@@ -144,7 +144,7 @@ def test_no_step_is_made_after_the_last_one(steps, max_steps, lost_at, behavior,
     data = lambda: tf.data.Dataset.from_tensors((floats(8, 3), floats(8, 1))).repeat()  # noqa: E731
     one.train(data, steps=1)
     config = tf.estimator.RunConfig(folder, save_checkpoints_steps=1)
-    loses, last = LosesSession(lost_at), sessions.LastStep(steps, max_steps)
+    loses, last = LosesSession(lost_at), restarts.LastStep(steps, max_steps)
 
     class Counts(tf.train.SessionRunHook):
         def after_run(self, run_context, run_values):

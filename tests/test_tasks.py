@@ -14,7 +14,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.cluster import chief as chief_module
-from estimator_mgpu.cluster import end_of_chief, ending, join, reach, serve, sessions
+from estimator_mgpu.cluster import end_of_chief, ending, join, reach, saving, serve
 from estimator_mgpu.cluster import task as task_module
 from estimator_mgpu.cluster.chief import Chief
 from estimator_mgpu.cluster.notes import Notes, version
@@ -728,7 +728,7 @@ def test_what_is_on_no_machine_goes_to_the_chief():
         reads = tf.raw_ops.ReadVariableOp(resource=far.handle, dtype=tf.float32)
         with tf.colocate_with(far.handle.op):
             near = tf.constant(1.0)
-        sessions.place_on_chief(graph)
+        saving.place_on_chief(graph)
         assert [one.device for one in (*free, second)] == [CHIEF, CHIEF, f'{CHIEF}/device:CPU:1']
         assert (far.device, reads.device) == (there, '')
         assert near.device in ('', there)

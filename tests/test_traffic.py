@@ -7,7 +7,7 @@ import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
-from estimator_mgpu.cluster import sessions
+from estimator_mgpu.cluster import saving
 from estimator_mgpu.devices import machine_of
 from estimator_mgpu.partition.byte_counts import bytes_of
 from models import floats
@@ -52,7 +52,7 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
         config = tf.ConfigProto()
         config.graph_options.rewrite_options.disable_meta_optimizer = True
         initializer = tf.global_variables_initializer()
-        sessions.place_on_chief(graph)
+        saving.place_on_chief(graph)
         with tf.Session(three_machines, config=config) as session:
             session.run(initializer)
             fed = dict(zip(batch, [features, labels]))

@@ -9,13 +9,13 @@ What a process is:
 - `tf_config`: what TF_CONFIG has to be.
 - `join`: the process joins its cluster once, as one of its tasks.
 - `task`: what all tasks have: a server, and waiting for the others, with its time limit.
-- `chief`, `serve`, `evaluator`: what each kind of task does.
+- `chief`, `serve`, `evaluator`: what each kind of task does. `chief` begins each session.
 
 What a training needs:
 
-- `sessions`: how many may be lost, as when a worker is killed; each op of one is on a task.
+- `restarts`: a session is lost, as when a worker is killed, and a new one begins.
 - `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
-- `saving`: which tasks save parts of checkpoints, and whether one is being saved.
+- `saving`: the chief saves checkpoints, but for some parts; and whether one is being saved.
 
 How tasks know of each other:
 

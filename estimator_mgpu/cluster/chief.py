@@ -1,4 +1,4 @@
-"""What a chief does: it waits for the other tasks, trains on all devices, and tells how it ends.
+"""What a chief does: it waits for the other tasks before each session, and trains on all devices.
 
 In: this process as a `Task`. Out: for each training, the devices of all tasks, a session hook, and
 a listener that looks, before each checkpoint, whether it may be saved.
@@ -20,7 +20,7 @@ from estimator_mgpu.cluster.end_of_chief import ChiefSigterm, EndOfChief
 from estimator_mgpu.cluster.exits import SIGTERM_STATUS
 from estimator_mgpu.cluster.leadership import Leadership
 from estimator_mgpu.cluster.notes import version
-from estimator_mgpu.cluster.sessions import Restarts
+from estimator_mgpu.cluster.restarts import Restarts
 from estimator_mgpu.cluster.task import Task
 from estimator_mgpu.cluster.tf_config import JOBS
 from estimator_mgpu.cluster.watch import Watch

@@ -1,7 +1,8 @@
 """Which tasks save a part of each checkpoint, whether one is being saved, or was to be the last.
 
-The chief saves all resource variables, as a saver doesn't see on which task they are. A saver lets
-a task save itself what it finds there: reference variables, parts of variables that have a
+The chief saves all resource variables, as a saver doesn't see on which task they are: its ops are
+on none, and `place_on_chief` puts them on the chief. A saver lets a task save itself what it finds
+there: reference variables, parts of variables that have a
 partitioner, and variables and iterators that a program has put there. Such a task has to see the
 chief's model_dir.
 """
@@ -18,14 +19,31 @@ from types import FrameType
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.cluster.notes import Notes
-from estimator_mgpu.devices import CHIEF, machine_of
-from estimator_mgpu.tf_internals import op_types
+from estimator_mgpu.devices import CHIEF, device_spec, machine_of
+from estimator_mgpu.tf_internals import graphs, op_types, private
 
 _CANNOT_READ = (
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
     tf.errors.PermissionDeniedError,
 )
+
+
+def place_on_chief(graph: tf.Graph) -> None:
+    """Places ops on the chief that are on no task, such as a saver's, unless they belong elsewhere.
+
+    Those that use a variable or another resource belong to it, and so do ops that are colocated.
+    """
+    for op in graph.get_operations():
+        if device_spec(op.device).job is not None:
+            continue
+        uses_state = any(
+            tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
+            for tensor in op.inputs
+        )
+        colocated = set(graphs.colocated_with(op)) - {op.name}  # A variable names itself.
+        if not uses_state and not colocated:
+            private.set_device(op, CHIEF + op.device)
 
 
 def saving_tasks(graph: tf.Graph) -> set[str]:

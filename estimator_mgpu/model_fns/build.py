@@ -15,7 +15,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu import predictor, steps
 from estimator_mgpu.batches import batch, end_of_data, unknown_ranks
 from estimator_mgpu.checkpoints import checkpoint_files, large_checkpoints
-from estimator_mgpu.cluster import join, sessions
+from estimator_mgpu.cluster import join, saving
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.errors import step_errors
 from estimator_mgpu.memory.auto_microbatches import AutoMicrobatches
@@ -244,7 +244,7 @@ def _with_scaffold(spec: Any, waits_for_tasks: bool) -> Any:
         checkpoint_files.explain_restore_errors(scaffold.saver)
         large_checkpoints.save_without_copies(graph)
         if waits_for_tasks:
-            sessions.place_on_chief(graph)
+            saving.place_on_chief(graph)
             join.chief().begin_session()
         return result
 

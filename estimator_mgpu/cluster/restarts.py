@@ -1,9 +1,8 @@
-"""The sessions of a training on several machines, one after another: each may be lost.
+"""What follows when a session is lost, as when a task is killed: training goes on in a new one.
 
-As a task is killed, TensorFlow makes a new session, which waits for all tasks: see
-`Chief.begin_session`. `Restarts` counts the sessions that are lost one after another, without a new
-step between, and gives up after a while. `LastStep` lets no session go on after the last step.
-`place_on_chief` gives each op a task, which a session needs.
+TensorFlow makes it, and `Chief.begin_session` lets it wait for all tasks. `Restarts` counts the
+sessions that are lost one after another, without a new step between, and gives up after a while.
+`LastStep` lets no session go on after the last step.
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from typing import Any
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import CHIEF, device_spec
-from estimator_mgpu.tf_internals import error_messages, graphs, private
+from estimator_mgpu.tf_internals import error_messages
 
 _LONGEST_PAUSE = 30  # seconds
 
@@ -118,20 +116,3 @@ class LastStep(tf.train.SessionRunHook):
             return
         if int(run_context.session.run(self._global_step)) >= self._last:
             run_context.request_stop()
-
-
-def place_on_chief(graph: tf.Graph) -> None:
-    """Places ops on the chief that have been placed on no task, unless they belong to another op.
-
-    Those that use a variable or another resource belong to it, and so do ops that are colocated.
-    """
-    for op in graph.get_operations():
-        if device_spec(op.device).job is not None:
-            continue
-        uses_state = any(
-            tensor.dtype == tf.resource or graphs.is_reference_variable(tensor)
-            for tensor in op.inputs
-        )
-        colocated = set(graphs.colocated_with(op)) - {op.name}  # A variable names itself.
-        if not uses_state and not colocated:
-            private.set_device(op, CHIEF + op.device)
