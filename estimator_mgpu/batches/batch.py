@@ -109,8 +109,8 @@ def _total(leaves: dict[Path, Any]) -> tf.Tensor:
         'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
         f'names. The numbers of examples of {", ".join(map(title, paths))} are'
     )
-    # If one machine has read a leaf, that's measured once more. For each slice of examples that is
-    # added, TensorFlow looks through all that its ends are computed from: thousands of leaves.
+    # For each slice of examples that is added, TensorFlow looks through all that its ends are
+    # computed from. So that this isn't thousands of leaves, one of them is measured by itself.
     is_read_by_one = not isinstance(first, tf.Tensor) or len(parts_of(first)) == 1
     total = number_of_rows(first) if is_read_by_one else numbers[0]
     return tf.cast(if_same(numbers, message, total), tf.int32)
@@ -245,7 +245,7 @@ def number_of_rows(leaf: Any) -> tf.Tensor:
 
 
 def _rows_of_each(leaves: dict[Path, Any]) -> tuple[list[Path], tf.Tensor]:
-    """Returns the sizes of dimension 0 of leaves, as a vector, and the paths in its order.
+    """Returns the paths of leaves, and their sizes of dimension 0, as a vector in that order.
 
     A few ops give those of all dense tensors of one type on one device, as there may be thousands.
     If machines have read parts, each of them sends those of all its parts as one vector.

@@ -81,7 +81,7 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
     try:
         trials.append(Trial(dimension, on_one_device))
         trials.append(Trial(dimension, on_one_device, is_static=True))
-    except ValueError:
+    except _NotTaken:
         pass  # The op takes no more than the only entry that it was given.
     if len(dimension.axes) + len(dimension.positions) == 1:
         return trials
@@ -91,6 +91,10 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
         if _broadcasts(dimension, [index]):
             trials.append(Trial(dimension, on_one_device, unsharded=index, has_one_entry=True))
     return trials
+
+
+class _NotTaken(Exception):
+    """TensorFlow doesn't make an op of inputs of some sizes."""
 
 
 class _Counts(NamedTuple):
@@ -116,7 +120,7 @@ class Trial:
       has_one_entry: whether that input has one entry instead, which the graph knows.
 
     Raises:
-      ValueError: if TensorFlow doesn't make the op of inputs of these sizes.
+      _NotTaken: if TensorFlow doesn't make the op of inputs of these sizes.
     """
 
     def __init__(
@@ -135,7 +139,10 @@ class Trial:
         self._has_one_entry = has_one_entry
         self._placeholders: dict[int, tf.Tensor] = {}  # by input, with the examples first
         inputs = [self._input(index) for index in range(len(dimension.call.values))]
-        self.op = copy_of(dimension.call.op, inputs)
+        try:
+            self.op = copy_of(dimension.call.op, inputs)
+        except ValueError as error:
+            raise _NotTaken from error
         self.sources = [self._examples]
         self.sources += [p for index, p in self._placeholders.items() if index != unsharded]
 

@@ -147,13 +147,13 @@ class Call:
         try:
             yield [] if self._auto is None else [progress]
         except tf.errors.ResourceExhaustedError as raised:
-            if not self._may_be_repeated(raised, progress, examples):
+            if not self._prepare_next(raised, progress, examples):
                 raise
 
-    def _may_be_repeated(
+    def _prepare_next(
         self, raised: tf.errors.OpError, progress: Progress, examples: int | None
     ) -> bool:
-        """Whether an error is one that more micro-batches help against. The next graph has them.
+        """Gives the next graph more micro-batches; returns whether they help against an error.
 
         Raises:
           _TooLittleMemory: if memory is too small, and they don't help.

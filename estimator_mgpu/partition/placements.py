@@ -189,21 +189,21 @@ class Positions(CountedByTower):
 class PlacesOfIds(CountedByTower):
     """For each row the place of its id among the different ones, as `tf.unique` gives it.
 
-    Each tower has different ids of its own.
+    A row may have several ids. Each tower has different ids of its own.
     """
 
     ids: UniqueRows
     rows: RowSpace  # those that have places
-    factor: Size = ONE  # how many places each of them has
+    factor: Size = ONE  # how many entries of dimension 0 each of them has
 
     @property
     def shard(self) -> Shard:
-        """The placement of what has an entry for each place."""
+        """The placement of what has an entry for each of the first dimension."""
         return Shard(0, self.rows)
 
     @property
     def count(self) -> Size:
-        """How many places all towers have together."""
+        """How many entries of dimension 0 all towers have together."""
         return self.factor * self.rows.size
 
 

@@ -178,13 +178,15 @@ class Order:
             else:
                 within |= self.bits(before)
         if within or by_output:
-            # These are waited for where the branch or loop ends.
-            for end in self._ops_of(self.upstream(op) & ~self.bits(op)):
-                ends_branch = self.upstream(end) & by_output and self._ends_control_flow(end)
-                ended = within & self._certainly_before.get(end, 0)
-                if ends_branch or (ended and end not in self._not_waited_for):
-                    found.append(end)
-                    within &= ~ended
+            # These are waited for where the branch or loop ends: where it has ended for certain, or
+            # where it has if its branch is taken.
+            for has_run in (self._certainly_before, self._upstream):
+                for end in self._ops_of(self.upstream(op) & ~self.bits(op)):
+                    ends_branch = self.upstream(end) & by_output and self._ends_control_flow(end)
+                    ended = within & has_run.get(end, 0)
+                    if ends_branch or (ended and end not in self._not_waited_for):
+                        found.append(end)
+                        within &= ~ended
         return list(dict.fromkeys(found))
 
     def _let_enters_wait(self, ops: Iterable[tf.Operation]) -> None:

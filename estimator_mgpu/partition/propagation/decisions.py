@@ -183,8 +183,8 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
     """Whether a rule can't say more than the graph of an op none of whose inputs is sharded.
 
     It could say which sizes the outputs have, or that the op makes its shard by itself. The graph
-    knows the sizes of most ops of an optimizer, and a shard is made of a shape, as by
-    `tf.zeros([batch, 3])`: neither is the shape, which is made of scalars, nor is a scalar.
+    knows the sizes of most ops of an optimizer. A shard is made of a shape, as by
+    `tf.zeros([batch, 3])`; but no scalar is a shard, nor is the shape, which is made of scalars.
     """
     if all(output.shape.rank == 0 for output in op.outputs):
         return True
@@ -194,4 +194,5 @@ def _rule_adds_nothing(op: tf.Operation) -> bool:
 
 
 def _may_be_shape(tensor: tf.Tensor) -> bool:
+    """Whether a tensor may hold sizes of dimensions."""
     return tensor.dtype.base_dtype in _SIZE_TYPES and tensor.shape.rank != 0

@@ -241,7 +241,7 @@ def _gradient_of_fill(
 
 
 def _are_different(indices: tf.Tensor) -> bool:
-    """Whether no two entries have the same indices, unless two of the batch's sparse tensors have.
+    """Whether no two entries have the same indices: a sparse tensor of the batch has none such.
 
     Args:
       indices: those of which towers have their own.
@@ -260,7 +260,7 @@ def _reorder(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) ->
     """`SparseReorder`: indices, values, the shape. It sorts the entries, by their rows first.
 
     In which order it gives entries with the same indices depends on all entries, so these need the
-    same value. A sparse tensor of the batch has none of them.
+    same value.
     """
     indices = _indices_of(op.inputs[0], placements[0], sizes)
     shape = sizes.entries(op.inputs[2])

@@ -257,7 +257,7 @@ def _slice_of(
                 stride[i] == ONE
                 and axis == len(output_labels) == 0
                 and _is_of_rows(dims[0])
-                and dims_of_gradient is None
+                and op.type == 'StridedSlice'
             ):
                 output_sizes[0] = _size_of_range(dims[0], first, last, op.outputs[0], sizes)
             input_labels.append(label)

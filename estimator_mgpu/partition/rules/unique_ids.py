@@ -1,8 +1,8 @@
 """Rules for different ids, such as those that are looked up in a table.
 
-Each tower has different ids of its own (`UniqueRows`), those of its entries, and each entry has a
-place among them. The gradients of the rows that a tower looked up are partial sums by id: towers
-that have an id in common add up theirs.
+Each tower has different ids of its own (`UniqueRows`), those of its entries or of its examples, and
+each has a place among them. The gradients of the rows that a tower looked up are partial sums by
+id: towers that have an id in common add up theirs.
 
 As those in `entries` and `selections`, these rules are functions of the placements.
 """

@@ -1,8 +1,9 @@
-"""Sums of a sparse tensor's entries, one for each example up to the last one that has an entry.
+"""Sums of entries, one for each example up to the last one that has an entry.
 
-`tf.nn.embedding_lookup_sparse` makes such sums. A tower's own end with its last example that has an
-entry. If a later tower has one, too, the tower puts zeros behind its sums. For example, of two
-towers with three examples each, the copies of the op give, and so the towers have:
+`tf.nn.embedding_lookup_sparse` makes such sums of a sparse tensor's entries, and
+`tf.math.segment_sum` of whatever a mask picks, say. A tower's own end with its last example that
+has an entry. If a later tower has one, too, the tower puts zeros behind its sums. For example, of
+two towers with three examples each, the copies of the op give, and so the towers have:
 
     [a], [b, c]    =>    [a, 0, 0], [b, c]
 
@@ -31,7 +32,7 @@ class SumsOfEntries:
       shards: those of the batch.
       titles: what messages call sparse tensors, by the names of their indices.
       indices: names of tensors that say in which rows entries are, by those of the entries' row
-        spaces.
+        spaces; others are named alike.
       device_of_full: the device of a full value.
     """
 
@@ -94,7 +95,7 @@ class SumsOfEntries:
             rows = None
         key = entries, rows
         if key not in self._counts:
-            indices = self._graph.get_tensor_by_name(self._indices[entries])
+            indices = self._rows_of(entries)
             with self._nodes.at_once(self._device_of_full(indices), indices.op):
                 count = _count_to_last(indices)
                 if rows is not None:
@@ -105,9 +106,12 @@ class SumsOfEntries:
     def _if_as_many(self, count: tf.Tensor, indices: tf.Tensor, rows: RowSpace) -> tf.Tensor:
         """The number of sums, which fails unless there are as many of those that they meet."""
         title = self._title(indices)
-        remedy = 'Use tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse.'
+        remedy = (
+            'Use tf.nn.safe_embedding_lookup_sparse in place of tf.nn.embedding_lookup_sparse, or '
+            'tf.math.unsorted_segment_sum in place of tf.math.segment_sum.'
+        )
         if isinstance(rows, RowsToLast):
-            others = self._graph.get_tensor_by_name(self._indices[rows.name])
+            others = self._rows_of(rows.name)
             message = (
                 f'the last example with an entry must be the same in {title} and '
                 f'{self._title(others)}: sums of entries end with it, and those of both are '
@@ -123,6 +127,10 @@ class SumsOfEntries:
             f'used. {remedy} The numbers of sums, examples are'
         )
         return if_same(tf.stack([count, examples]), message, count)
+
+    def _rows_of(self, entries: str) -> tf.Tensor:
+        """The tensor that says in which rows entries are."""
+        return self._graph.get_tensor_by_name(self._indices.get(entries, entries))
 
     def _title(self, indices: tf.Tensor) -> str:
         """What a message calls entries: their sparse tensor of the batch, or an op."""
