@@ -1,4 +1,4 @@
-"""Checks of arguments that several public functions take."""
+"""Checks of arguments that several public functions take; but a RunConfig is `replicate`'s."""
 
 from __future__ import annotations
 

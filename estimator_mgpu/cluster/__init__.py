@@ -13,7 +13,7 @@ What a process is:
 
 What a training needs:
 
-- `restarts`: a session is lost, as when a worker is killed, and a new one begins.
+- `restarts`: counts the sessions that are lost, as when a worker is killed, and gives up.
 - `machine_input`: each machine reads a part of each batch; and what happens when one has no more.
 - `saving`: the chief saves checkpoints, but for some parts; and whether one is being saved.
 

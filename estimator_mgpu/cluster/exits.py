@@ -2,6 +2,7 @@
 
 `sys.exit()` raises SystemExit. If nobody catches it, the interpreter reads its `code`, and nothing
 of it is left by the time that `atexit` calls functions. So `NotedExit` notes what is read there.
+How other tasks end by it is in `ending`.
 """
 
 from __future__ import annotations

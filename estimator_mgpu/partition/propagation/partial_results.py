@@ -1,7 +1,7 @@
 """How an op runs that is given partial results, such as each tower's part of a sum.
 
 Either it makes a partial result of them, so that only that is reduced; or they are reduced first,
-and the op is decided on as any other one, in `decisions`.
+and the op is decided on as any other one, in `decisions`. `towers.reduce_and_gather` reduces them.
 """
 
 from __future__ import annotations

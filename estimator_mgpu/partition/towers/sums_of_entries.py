@@ -7,8 +7,8 @@ two towers with three examples each, the copies of the op give, and so the tower
 
     [a], [b, c]    =>    [a, 0, 0], [b, c]
 
-If an op uses the sums with those of other entries, or with all examples, they are as many, or the
-step fails.
+If an op uses these sums with those of other entries, or with all examples, they are as many, or the
+step fails. Gradients of rows are added up in `reduce_and_gather`.
 """
 
 from __future__ import annotations
