@@ -36,6 +36,9 @@ from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, SelectedRows, Size, UniqueRows, origin_of
 from estimator_mgpu.tf_internals import op_types
 
+# Ops that give rows of a table, which may be in parts.
+_TABLE_LOOKUPS = (*op_types.LOOKUPS, 'ResourceGather', 'DynamicStitch', 'ParallelDynamicStitch')
+
 _SPARSE = tuple(f'SparseSegment{reduction}' for reduction in ('Mean', 'SqrtN', 'Sum'))
 
 
@@ -66,10 +69,15 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
 
 
 def _are_looked_up_at(places: tf.Tensor) -> bool:
-    """Whether places of ids say where to look up what belongs to the ids."""
+    """Whether places of ids say where to look up rows of a table, which belong to the ids.
+
+    What a layer computes of these rows isn't looked up in this way: its gradients are sharded by
+    rows of the batch only.
+    """
     for user in places.consumers():
         if user.type in ('GatherV2', *op_types.SPARSE_SEGMENTS):
-            return True
+            if before_arrangement(user.inputs[0]).op.type in _TABLE_LOOKUPS:
+                return True
         if user.type == op_types.RESHAPE and _are_looked_up_at(user.outputs[0]):
             return True
     return False
