@@ -75,9 +75,9 @@ def _are_looked_up_at(places: tf.Tensor) -> bool:
     rows of the batch only.
     """
     for user in places.consumers():
-        if user.type in ('GatherV2', *op_types.SPARSE_SEGMENTS):
-            if before_arrangement(user.inputs[0]).op.type in _TABLE_LOOKUPS:
-                return True
+        looks_up = user.type in ('GatherV2', *op_types.SPARSE_SEGMENTS)
+        if looks_up and before_arrangement(user.inputs[0]).op.type in _TABLE_LOOKUPS:
+            return True
         if user.type == op_types.RESHAPE and _are_looked_up_at(user.outputs[0]):
             return True
     return False
