@@ -72,7 +72,7 @@ def _are_looked_up_at(places: tf.Tensor) -> bool:
     """Whether places of ids say where to look up rows of a table, which belong to the ids.
 
     What a layer computes of these rows isn't looked up in this way: its gradients are sharded by
-    rows of the batch only.
+    examples of the batch only.
     """
     for user in places.consumers():
         looks_up = user.type in ('GatherV2', *op_types.SPARSE_SEGMENTS)
