@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.argument_checks import (
-    check_input_fn,
-    check_steps,
-    list_of_hooks,
-)
+from estimator_mgpu.argument_checks import check_input_fn, check_steps, list_of_hooks
 from estimator_mgpu.checkpoints import checkpoint_files
 from estimator_mgpu.cluster import evaluator, join, machine_input, tf_config
 from estimator_mgpu.cluster.chief import Chief

@@ -77,7 +77,9 @@ class Order:
                 self._classify(op, op in users and self._ends_control_flow(op))
         self._upstream = upstream_bits(order, self._bit_of)
         self.certain = CertainWaits(self.liveness, self._bit_of)
-        self._certainly_before = self._upstream  # the bits of what has run whenever an op has
+        # The bits of what has run whenever an op has: but for a `Merge`, which takes either input,
+        # that's all.
+        self._certainly_before = self._upstream
         if any(op.type in op_types.MERGE for op in may_be_dead):
             self._certainly_before = upstream_bits(order, self._bit_of, self.certain)
         self._needed_by_loops: dict[tf.Operation, int] = defaultdict(int)  # by `Enter`

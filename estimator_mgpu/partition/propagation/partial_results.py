@@ -46,7 +46,8 @@ def decide_kept_partial(op: tf.Operation, placements: Sequence[Placement]) -> De
             return None
         # What another branch gives counts on the first tower, and as zeros on others.
         needs = [LOCAL if placement == partial else FULL_ON_FIRST for placement in placements]
-        return Decision(OpPlan(tuple(needs)), [partial, REPLICATE])  # and which input it was
+        # Output 1 says which input it was.
+        return Decision(OpPlan(tuple(needs)), [partial, REPLICATE])
 
     # Which inputs may be partial; the others are replicated.
     summands = op_types.PARTIAL_INPUTS[op.type]

@@ -77,13 +77,12 @@ _SEGMENTS = tuple(f'Segment{reduction}' for reduction in ('Max', 'Mean', 'Min', 
 # What lookups of sparse ids make of each row, or models themselves: it's zero without entries.
 _SUMS = ('SegmentMean', 'SegmentSum', *op_types.SPARSE_SEGMENTS)
 
-
-# Ops whose entries have different indices if those of the first input have.
+# Of the ops that give indices: those whose entries have different ones if the first input's have.
 _KEEP_INDICES = (
     *('Cast', 'GatherV2', 'Identity', 'SparseFillEmptyRows', 'SparseReorder', 'SparseReshape'),
     'SparseSlice',
 )
-# What they make may have the same indices twice: ids in the place of columns, say.
+# And those that may make the same indices twice: ids in the place of columns, say.
 _MAY_REPEAT_INDICES = (
     *('ConcatV2', 'DynamicPartition', 'ExpandDims', 'GatherNd', 'Maximum', 'Pack', 'Reshape'),
     *('Squeeze', 'StridedSlice', 'Transpose'),
@@ -160,9 +159,9 @@ def _with_factor(positions: Positions, factor: Size) -> Positions:
 
 
 def _key_in_order(op: tf.Operation, operands: Sequence[Positions]) -> Hashable:
-    """What says how many entries rows have of which an op has brought the entries into their order.
+    """The key of the entries that an op brings into the order of their rows.
 
-    Of ids and their weights, say, it may be the same.
+    Entries with the same key are equally many in each row: those of ids and of their weights, say.
     """
     # An example's entries may be shared out to several rows in more than one way.
     return op.type, tuple(operands) if operands[0].factor == ONE else op.inputs[0].name
@@ -171,10 +170,10 @@ def _key_in_order(op: tf.Operation, operands: Sequence[Positions]) -> Hashable:
 def _in_order(
     op: tf.Operation, key: Hashable, rows: RowSpace, factor: Size, sizes: Sizes
 ) -> Positions:
-    """The indices of entries that an op gives in the order of the rows in which they are.
+    """The indices of the entries that an op gives, in the order of their rows.
 
     Args:
-      key: what says how many entries each row has.
+      key: the same for all ops that give each row as many entries.
     """
     selection = SelectedRows(op.outputs[0].name, None, origin_of(rows))
     return Positions(sizes.same_for(key, selection), rows, factor)
@@ -378,6 +377,8 @@ def _slice_entries(
         return None
     name = op.outputs[2].name
     columns = range(1, len(shape))
+    # If the op runs once, its own output has the shape. Otherwise each tower's copy gives one, and
+    # the largest counts, which is set below.
     sizes.set_entries(op.outputs[2], [shape[0], *[Size.of(Entry(name, i)) for i in columns]])
 
     indices = _indices_of(op.inputs[0], placements[0], sizes)

@@ -2,8 +2,8 @@
 
 `tf.one_hot` is such a lookup, in an identity matrix. Each index is looked up by itself, so the op
 is sharded as the indices are, and each tower needs all of the table. The gradient of a table has a
-row for each index: these rows are gathered. Only if towers have different
-ids of their own, they are summed by id on each tower before: see `unique_ids`.
+row for each index: these rows are gathered. Only if towers have different ids of their own, they
+are summed by id on each tower before: see `unique_ids`.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def worth_making(
 def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:
     """Whether far more would be gathered for an op than of what it gives: of an `ArgMax`, say.
 
-    A slice doesn't count, as it isn't the only one: the gradient of a concatenation of columns is
-    taken apart into thousands of them.
+    A slice doesn't count. There may be thousands of them, which take the gradient of a
+    concatenation of columns apart: together they give all of it.
     """
     if op.name not in plan.ops or op.type == op_types.SLICE:
         return False

@@ -240,7 +240,7 @@ class Copies:
         return self._everywhere.value(tensor, device) or self._received(tensor, device)
 
     def _received(self, tensor: tf.Tensor, device: str) -> str:
-        """A full value that's made on one device, on another one; or whatever can't be sent."""
+        """A full value, sent to a device. Handles and reference variables can't be sent."""
         is_handle = tensor.dtype.base_dtype in (tf.resource, tf.variant)
         if is_handle or graphs.is_reference_variable(tensor):
             return self._values.full(tensor)

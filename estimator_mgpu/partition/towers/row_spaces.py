@@ -36,7 +36,7 @@ from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
 
 
 class LocalAndFull(Protocol):
-    """Local and full values: `values.Values`, for the modules that it's made of itself.
+    """Local and full values: what `values.Values` is to the modules that it consists of itself.
 
     Attributes:
       division: the graph and its plan.

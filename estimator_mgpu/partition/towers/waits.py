@@ -245,12 +245,12 @@ class Waits:
         """
         edges = []
         late_reads = self._sharded_bits & self._order.late_reads
+        runs_whenever = self._order.liveness.runs_whenever
         for op in self.ops_with_added():
             reads = late_reads & self._order.must_come_before(op)
             missing = [read for read in self._added[op] if self._order.bits(read) & reads]
             gradient = self._nearest_made_from_all(op) if missing else None
             if gradient is not None and self._may_wait_otherwise(gradient):
-                runs_whenever = self._order.liveness.runs_whenever
                 edges += [
                     (read, gradient)
                     for read in missing
