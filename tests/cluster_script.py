@@ -194,7 +194,6 @@ def serve_at(address):
         return server({**jobs, job: addresses}, job, index, *args)
 
     tf.train.Server = elsewhere
-    task._TWIN_PATIENCE = 1
 
 
 def cut_off(addresses):
@@ -216,9 +215,10 @@ def watch_closely():
 
     At its end, it waits 3 seconds, rather than 30, for tasks that are away. After SIGTERM it has 4
     seconds, rather than 7. Other tasks look every 3 seconds, rather than 30, whether the chief
-    answers.
+    answers. A process waits 1 second, rather than 30, for another one that is the same task.
     """
     reach._TIMEOUT = 1
+    task._TWIN_PATIENCE = 1
     watch._ASK_EVERY = 2
     watch._ANSWER_WITHIN = 5
     watch._LOG_AFTER = 8

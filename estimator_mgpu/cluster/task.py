@@ -200,17 +200,25 @@ class Task:
         TF_CONFIG has for it: another process answers there with another one. A chief also leaves
         which tasks it leads, for tasks that have another cluster.
         """
-        start = time.monotonic()
         with Notes(self.name, self.server.target, seconds=0) as notes:
             notes.write('process', self.incarnation)
             if self.name == CHIEF:
                 notes.write('leads', json.dumps(self.addresses))
+
+        address = self.addresses[self.name]
+        start = None
         while self._process_at_address() not in ('', self.incarnation):
+            if start is None:
+                start = time.monotonic()
+                tf.logging.warning(
+                    f'Another process is {self.name}, and answers at {address}: waiting '
+                    f'{_TWIN_PATIENCE} seconds for its end.'
+                )
             if time.monotonic() > start + _TWIN_PATIENCE:
                 raise RuntimeError(
-                    f'Two processes are {self.name}: this one, and one that answers at '
-                    f'{self.addresses[self.name]}. End one, or give this one its own type and '
-                    "index in TF_CONFIG, and its machine's address."
+                    f'Two processes are {self.name}: this one, and one that answers at {address}. '
+                    'End one, or give this one its own type and index in TF_CONFIG, and its '
+                    "machine's address."
                 )
             time.sleep(1)
 
