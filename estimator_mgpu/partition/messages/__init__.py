@@ -4,6 +4,6 @@ In: the values that towers need from each other, with their bytes and devices. O
 and the ops that exchange them. `towers` has these made.
 
 - `packing`: small values share messages, gradients those of one call of an optimizer.
-- `slices`: large ones are cut. `sharing`: which device has how much of them; `grid`: which devices
-  exchange them; `exchange`: the ops that do.
+- `slices`: large ones are cut. `trees`: which device hands a slice on to which others; `exchange`:
+  the ops that do.
 """

@@ -2,24 +2,21 @@
 
 Each step, a variable's owner sends its value to all other devices, and receives a gradient from
 each. If all devices own equally many bytes, each of them sends and receives as much as in a ring.
-But one variable may be larger than all others together. Then the gradients are summed in slices, on
-several devices, and put together at the owner; and the owner sends each slice of the value to one
-device, which hands it on:
+But one variable may be larger than all others together. Then it's cut into slices. The owner sends
+each slice to a device or two, which hand it on; and on the way back, they add up its gradient:
 
-    gradients    slice 0 of each tower --> device 0 --+
-                 slice 1 of each tower --> device 1 --+--> owner
-                 slice 2 of each tower --> device 2 --+
+    owner --> device 1: slice 1 --> all other devices
+          --> device 2: slice 2 --> all other devices
 
-    value        owner --> device 1: slice 1 --> all other devices
-                       --> device 2: slice 2 --> all other devices
-
-A slice is a further message from each device, so only as many values are sliced as are needed: with
-n devices, of V bytes in all, the busiest device is to send and receive 2 V (n - 1) / n, as in a
-ring, or a tenth more. Logical CPU devices share their memory, so nothing is sliced for them. If
-there were many more messages than without slices, devices exchange slices in a `Grid`.
+A slice is a further message to each device, and one from it. So only as many values are sliced as
+are needed: with n devices, of V bytes in all, the busiest device is to send and receive
+2 V (n - 1) / n, as in a ring, or a tenth more. And these have so few slices that there are at most
+twice as many messages as without any. If slices are fewer than devices, those that a slice is sent
+to hand it on to others, and these again: see `trees`. Logical CPU devices share their memory, so
+nothing is sliced for them.
 
 In: the values that towers need in full, with their sizes and devices. Out: for such a value, or for
-a sum of the same size on the same device, how many entries are on which device.
+a sum of the same size on the same device, the entries of its slices, and a tree for each.
 """
 
 from __future__ import annotations
@@ -30,17 +27,15 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import machine_of, memory_of
+from estimator_mgpu.devices import memory_of
 from estimator_mgpu.partition.byte_counts import bytes_of
-from estimator_mgpu.partition.messages import sharing
-from estimator_mgpu.partition.messages.grid import Grid, Position, most_levels
 from estimator_mgpu.partition.messages.packing import Pack, values_read
-from estimator_mgpu.partition.messages.sharing import Shares, Value
+from estimator_mgpu.partition.messages.trees import Room, Tree, room_of
 from estimator_mgpu.partition.once_devices import runs_at_its_table
 from estimator_mgpu.partition.plan import Plan
 
-_MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive
-_MORE_MESSAGES = 2  # than without slices
+_MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive without slices
+_MOST_SLICES = 5  # of a value: with more, bytes are hardly more even
 _SMALL = 1 << 18  # bytes: a value isn't sliced if its owner sends no more to all others
 
 
@@ -83,19 +78,15 @@ def find_sent(
     return sent
 
 
-class Part(NamedTuple):
-    """A slice: some entries of a value, and the device that adds them up or hands them on."""
+class Slice(NamedTuple):
+    """Some entries of a value, and the tree by which devices hand them on."""
 
-    device: str
     entries: int
-    position: Position  # of the device
+    tree: Tree
 
 
 class Slices:
     """Decides what is sliced.
-
-    Attributes:
-      grid: that of the devices that have slices.
 
     Args:
       sent: the values that are sent to all devices, by the names of their tensors.
@@ -103,151 +94,86 @@ class Slices:
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
-        self._unsliced_bytes: Counter[str] = Counter()  # by their owner's memory
-        # Several machines share a value among each other, and then each among its devices: among
-        # one of those that share their memory.
-        self._memories: dict[str, str] = {}  # by memory, the first device
-        self._place_of: dict[str, str] = {}
-        self._places: dict[str, list[str]] = {}
-        self._has_machines = len(set(map(machine_of, devices))) > 1
+        self._nodes: dict[str, str] = {}  # by memory, the first device
         for device in devices:
-            memory = memory_of(device)
-            self._place_of[device] = machine_of(device) if self._has_machines else memory
-            if memory not in self._memories:
-                self._memories[memory] = device
-                self._places.setdefault(self._place_of[device], []).append(device)
-
-        for levels in range(1, most_levels(self._machines()) + 1):
-            self.grid = Grid(self._machines(), levels)
-            large = self._find_large()
-            sums = self._share(large, self._unsliced_base(), is_sum=True)
-            self._reads = self._share(large, self._base_of_reads(sums), is_sum=False)
-            if self._has_few_messages([*sums.values(), *self._reads.values()]):
-                break
-        self._sums = defaultdict[tuple[int, str], list[Shares]](list)
+            self._nodes.setdefault(memory_of(device), device)
+        self._trees = self._make_trees()
+        self._trees_of_sums = defaultdict[tuple[int, str], list[Sequence[Tree]]](list)
         for name, value in sent.items():
             if value.is_sliceable:
-                self._sums[value.size, value.owner].append(sums.get(name, {}))
+                self._trees_of_sums[value.size, value.owner].append(self._trees.get(name, []))
 
-    def _machines(self) -> list[list[str]]:
-        """The devices of each machine, one of those that share their memory."""
-        places = list(self._places.values())
-        return places if self._has_machines else [[device for [device] in places]]
-
-    def _share(
-        self, large: Sequence[str], base: Mapping[str, float], is_sum: bool
-    ) -> dict[str, Shares]:
-        """Shares the named values among places, which have to do `base` anyhow."""
-        values = {name: Value(self._sent[name].size, self._owner(name)) for name in large}
-        columns = [len(self._places)] if self._has_machines else self.grid.columns
-        return sharing.share(values, base, columns, is_sum)
-
-    def _owner(self, name: str) -> str:
-        """The place that has a value."""
-        return self._place_of[self._sent[name].owner]
-
-    def _has_few_messages(self, slices: Sequence[Shares]) -> bool:
-        """Whether values and gradients, some in slices, don't take many more messages for that."""
-        pairs = len(self._memories) - 1
-        messages = pairs * (2 * len(self._sent) - len(slices))
-        for shares in slices:
-            messages += self.grid.messages([position for position, _ in self._at(shares)])
-        return messages <= _MORE_MESSAGES * pairs * 2 * len(self._sent)
-
-    def of_value(self, name: str, entries: int) -> list[Part]:
+    def of_value(self, name: str, entries: int) -> list[Slice]:
         """The slices of a value that is sent to all devices; [] if it's sent as a whole."""
-        return self._in_entries(self._reads.get(name, {}), entries)
+        return _in_entries(self._trees.get(name, []), entries)
 
-    def of_sum(self, size: int, owner: str, entries: int) -> list[Part]:
+    def of_sum(self, size: int, owner: str, entries: int) -> list[Slice]:
         """The slices of a sum of so many bytes for an owner; [] if it's made there as a whole.
 
         Such are gradients, which are as large as their variables.
         """
-        alike = self._sums.get((size, owner))
+        alike = self._trees_of_sums.get((size, owner))
         if not alike:
             return []
-        shares = alike.pop(0)
-        alike.append(shares)  # If there are more sums than values, these take turns.
-        return self._in_entries(shares, entries)
+        trees = alike.pop(0)
+        alike.append(trees)  # If there are more sums than values, these take turns.
+        return _in_entries(trees, entries)
 
-    def is_in_grid(self, device: str) -> bool:
-        """Whether a device has a position: the host of GPUs, say, has none."""
-        return memory_of(device) in self._memories
+    def is_in_trees(self, device: str) -> bool:
+        """Whether slices get to the memory of a device: the host of GPUs, say, is in no tree."""
+        return memory_of(device) in self._nodes
 
-    def position(self, device: str) -> Position:
-        """The position of a device in the grid, or of the one there that shares its memory."""
-        return self.grid.positions(self._memories[memory_of(device)])[0]
+    def node(self, device: str) -> str:
+        """The device in the trees that shares the memory of a device; itself if there is none."""
+        return self._nodes.get(memory_of(device), device)
 
-    def _find_large(self) -> list[str]:
-        """The names of the values that are sliced: as few as possible, always the largest ones."""
-        self._unsliced_bytes.clear()
+    def _make_trees(self) -> dict[str, list[Tree]]:
+        """Makes the trees of the slices of each value that is sliced, by name."""
+        unsliced = Counter[str]()
         for value in self._sent.values():
-            self._unsliced_bytes[memory_of(value.owner)] += value.size
-        count = len(self._memories)
+            unsliced[self.node(value.owner)] += value.size
+        total = sum(unsliced.values())
+        large = self._find_large(unsliced, total)
+        trees: dict[str, list[Tree]] = {name: [] for name in large}
+        if large:
+            # Each device is sent so many slices of each large value, and all others as a whole, and
+            # sends the gradients. That's at most twice as many messages as values if
+            #     count * len(large) + len(sent) - len(large) <= 2 * len(sent)
+            count = min(_MOST_SLICES, 1 + len(self._sent) // len(large))
+            room = Room(list(self._nodes.values()), unsliced, total)
+            for name in large * count:
+                size, owner, _ = self._sent[name]
+                trees[name].append(room.tree(self.node(owner), size / count))
+        return trees
+
+    def _find_large(self, unsliced: Counter[str], total: int) -> list[str]:
+        """The names of the values that are sliced: as few as possible, always the largest ones.
+
+        Args:
+          unsliced: by owner, the bytes of all its values. Those of sliced ones are subtracted.
+          total: of all.
+        """
+        count = len(self._nodes)
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
-        total = sum(self._unsliced_bytes.values())
-        # A device that owns `size` of all bytes receives their gradients from each other device,
-        # and the values of the rest; and it sends as much. So it's within the limit if
-        #     size * (count - 1) + (total - size) <= _MORE_THAN_A_RING * ring
-        ring = 2 * total * (count - 1) / count
-        limit = (_MORE_THAN_A_RING * ring - total) / (count - 2)
-        if self.grid.levels > 1:
-            limit /= 2  # It has to exchange slices in its row, however much else it does.
-
         candidates = defaultdict[str, list[str]](list)  # by owner, the smallest first
         for name in sorted(self._sent, key=lambda name: self._sent[name].size):
             value = self._sent[name]
             is_large = value.size * (count - 1) > _SMALL
-            if value.is_sliceable and is_large and value.owner in self._place_of:
-                candidates[memory_of(value.owner)].append(name)
+            if value.is_sliceable and is_large and self.is_in_trees(value.owner):
+                candidates[self.node(value.owner)].append(name)
 
         large: list[str] = []
-        while self._unsliced_bytes:
-            busiest, size = self._unsliced_bytes.most_common(1)[0]
-            if size <= limit or not candidates[busiest]:
+        while unsliced:
+            busiest, size = unsliced.most_common(1)[0]
+            if room_of(size, total, count, _MORE_THAN_A_RING) >= 0 or not candidates[busiest]:
                 return large
             large.append(candidates[busiest].pop())
-            self._unsliced_bytes[busiest] -= self._sent[large[-1]].size
+            unsliced[busiest] -= self._sent[large[-1]].size
         return large
 
-    def _unsliced_base(self) -> dict[str, float]:
-        """What each place receives for what isn't sliced, and sends; less what all places do.
 
-        As for a device in `_find_large`, that is total + size * (count - 2), less the total.
-        """
-        count = len(self._places)
-        return {
-            place: (count - 2) * sum(self._unsliced_bytes[memory_of(device)] for device in devices)
-            for place, devices in self._places.items()
-        }
-
-    def _base_of_reads(self, sums: Mapping[str, Shares]) -> dict[str, float]:
-        """As `_unsliced_base`, with the slices of gradients that each place sends to others."""
-        base = self._unsliced_base()
-        for name, shares in sums.items():
-            owner = self._owner(name)  # Its own part of a gradient isn't sent.
-            base[owner] += self._sent[name].size - shares.get(owner, 0)
-        return base
-
-    def _in_entries(self, shares: Shares, entries: int) -> list[Part]:
-        """Shares in whole entries of the devices of each place, but for those without one."""
-        total = sum(shares.values())
-        slices = []
-        before = 0
-        done = 0.0
-        for position, share in self._at(shares):
-            done += share
-            end = min(round(entries * done / total), entries)
-            if end > before:
-                slices.append(Part(self.grid.device(position), end - before, position))
-                before = end
-        return slices
-
-    def _at(self, shares: Shares) -> list[tuple[Position, float]]:
-        """The positions at which shares are, in their order, with the bytes that each has."""
-        found = []
-        for place, share in shares.items():
-            positions = [p for device in self._places[place] for p in self.grid.positions(device)]
-            found += [(position, share / len(positions)) for position in positions]
-        return sorted((position, share) for position, share in found if share > 0)
+def _in_entries(trees: Sequence[Tree], entries: int) -> list[Slice]:
+    """Slices of a value of so many entries, about equally many for each tree."""
+    ends = [entries * number // len(trees) for number in range(len(trees) + 1)] if trees else []
+    return [Slice(end - start, tree) for start, end, tree in zip(ends, ends[1:], trees)]

@@ -21,7 +21,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.devices import relay
 from estimator_mgpu.partition.messages import exchange
-from estimator_mgpu.partition.messages.slices import Part, Slices
+from estimator_mgpu.partition.messages.slices import Slice, Slices
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number, second_output
 from estimator_mgpu.partition.sizes import ONE, Size, per_row
 from estimator_mgpu.partition.tower import Chain
@@ -131,7 +131,7 @@ def sum_in_slices(
     shards: Shards,
     values: Sequence[str],
     slices: Slices,
-    parts: Sequence[Part],
+    slices_of_sum: Sequence[Slice],
     shape: Sequence[int],
     device: str,
 ) -> str:
@@ -139,8 +139,8 @@ def sum_in_slices(
 
     Args:
       values: the partial results, one for each tower.
-      slices: has the grid in which devices exchange slices.
-      parts: the slices.
+      slices: knows which devices add them up.
+      slices_of_sum: those that it has chosen.
       shape: of a partial result.
       device: where the slices are put together.
     """
@@ -151,8 +151,8 @@ def sum_in_slices(
         running = _combine_chain(shards, chain, values, 'sum')
         source = chain[0].device
         vector = nodes.add('Reshape', [running, [-1]], source)
-        vectors.append(exchange.Vector(vector, source, slices.position(source)))
-    sums = exchange.add_up(nodes, slices, parts, vectors)
+        vectors.append(exchange.Vector(vector, source, slices.node(source)))
+    sums = exchange.add_up(nodes, slices_of_sum, vectors, slices.node(device))
     return nodes.add('Reshape', [nodes.concat(sums, 0, device), list(shape)], device)
 
 

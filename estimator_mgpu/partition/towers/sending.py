@@ -57,14 +57,14 @@ class Sender:
         """A full value on another device: sent as a whole, or in slices that devices hand on."""
         full = self._values.full(tensor)
         source = self._values.origins.device_of_full(tensor)
-        parts = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
-        if not parts or device == source or not self._slices.is_in_grid(device):
+        slices = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
+        owner, node = self._slices.node(source), self._slices.node(device)
+        if not slices or node == owner or not self._slices.is_in_trees(device):
             return self.send(full, source, device)
 
         with self._nodes.serving(tensor.op):
             if tensor.name not in self._handed:
-                vector = self._nodes.add('Reshape', [full, [-1]], source)
-                value = Vector(vector, source, self._slices.position(source))
-                self._handed[tensor.name] = Handed(self._nodes, self._slices, parts, value)
-            vector = self._handed[tensor.name].on(device)
-            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device)
+                vector = Vector(self._nodes.add('Reshape', [full, [-1]], source), source, owner)
+                self._handed[tensor.name] = Handed(self._nodes, slices, vector)
+            vector_on_node = self._handed[tensor.name].on(node)
+            return self._nodes.add('Reshape', [vector_on_node, tensor.shape.as_list()], device)
