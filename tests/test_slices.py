@@ -8,6 +8,7 @@ import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.devices import CHIEF, machine_of
+from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.messages import slices
 from estimator_mgpu.partition.messages.exchange import Handed, Vector, add_up
 from estimator_mgpu.partition.messages.slices import Sent, Slices
@@ -19,6 +20,7 @@ from towers import NAMES, compare, session, train
 
 with pytest.MonkeyPatch.context() as patch:
     patch.syspath_prepend(str(SAMPLES))
+    import traced_memory
     import traffic
 
 pytestmark = pytest.mark.core
@@ -296,6 +298,30 @@ def test_few_messages(network, hops, monkeypatch):
             patch.setattr(slices, '_SMALL', 1 << 30)
             whole = traffic.count_on_devices(network, devices)
         assert sliced.messages <= 2 * whole.messages
+
+
+@pytest.mark.no_cover
+def test_memory_of_the_owner(monkeypatch):
+    """It adds up gradients of a large variable with at most three times the variable's bytes."""
+    monkeypatch.setattr(slices, 'memory_of', lambda device: device)
+    model = traffic.ON_DEVICES['softmax']
+    metadata = tf.RunMetadata()
+    options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        batch = tf.data.make_one_shot_iterator(model.dataset(model.batch)).get_next()
+        spec = estimator_mgpu.replicate(model.model_fn, devices=4)(*batch, 'train')
+        largest = max(tf.trainable_variables(), key=bytes_of)
+        with session(4) as sess:
+            sess.run(tf.global_variables_initializer())
+            sess.run(spec.train_op)  # The first step makes what lasts.
+            sess.run(spec.train_op, options=options, run_metadata=metadata)
+    [peak] = [
+        traced_memory.peak(stats)
+        for stats in metadata.step_stats.dev_stats
+        if stats.device.endswith(largest.device)
+    ]
+    assert bytes_of(largest) < peak <= 3 * bytes_of(largest)
 
 
 @pytest.mark.parametrize('network', ['mlp', 'softmax', 'cnn'])
