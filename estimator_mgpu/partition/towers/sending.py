@@ -64,7 +64,8 @@ class Sender:
 
         with self._nodes.serving(tensor.op):
             if tensor.name not in self._handed:
-                vector = Vector(self._nodes.add('Reshape', [full, [-1]], source), source, owner)
-                self._handed[tensor.name] = Handed(self._nodes, slices, vector)
-            vector_on_node = self._handed[tensor.name].on(node)
-            return self._nodes.add('Reshape', [vector_on_node, tensor.shape.as_list()], device)
+                flat = self._nodes.add('Reshape', [full, [-1]], source)
+                value = Vector(flat, source, owner)
+                self._handed[tensor.name] = Handed(self._nodes, slices, value)
+            vector = self._handed[tensor.name].on(node)
+            return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device)
