@@ -196,6 +196,8 @@ class Sizes:
         """The dimensions of a tensor of known rank."""
         dims = self.static_dims(tensor)
         shape: Sequence[Size | None] | None = None
+        if tensor.shape.is_fully_defined():
+            return dims
         if tensor.op.type in _SHAPE_INPUTS:
             shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
         elif tensor.op.type in _SHAPE_FUNCTIONS and tensor.value_index == 0:
@@ -266,10 +268,10 @@ class Sizes:
 
 
 def _constant(tensor: tf.Tensor) -> ndarray:
-    count = tensor.shape.num_elements()
-    if count is None or count > LARGEST:
+    value = private.constant_value(tensor)
+    if value.size > LARGEST:
         raise UnknownSize(f'{tensor.name} is too large')
-    return to_sizes(private.constant_value(tensor))
+    return to_sizes(value)
 
 
 def _is_in(legal: range, size: Size) -> bool:

@@ -171,7 +171,7 @@ def _by_rule(scope: Scope, op: tf.Operation, placements: Sequence[Placement]) ->
     match = Match(op, signature, placements, scope)
 
     # The sizes of outputs are worth knowing also if the op runs once.
-    for output, dims in zip(op.outputs, match.dims()):
+    for output, dims in zip(op.outputs, match.dims):
         scope.sizes.set_dims(output, dims)
 
     yield from match.decisions()

@@ -220,8 +220,9 @@ class _Pass:
                 raise NotSharded(f'{op.name} ends a branch in which the rows of its value begin')
             decision = decide(self.scope, op, placements)
         except NotSharded as error:
-            reason = reason_of(self.scope, self.once, op, placements, str(error))
-            self._run_unsharded(op, placements, reason)
+            if self._uses_towers(op, placements):  # Otherwise there is no reason to tell.
+                reason = reason_of(self.scope, self.once, op, placements, str(error))
+                self._run_unsharded(op, placements, reason)
         else:
             self.scope.record(op, decision)
 
@@ -242,17 +243,20 @@ class _Pass:
         """Lets an op run once, with the full values of its inputs."""
         self._run_makers_of_lists_once(op, placements, reason)
 
-        follows_gathered = self.scope.follows_gathered(op)
-        uses_towers = any(placement != REPLICATE for placement in placements)
-        if op.type in op_types.SHAPE_QUERIES or not (follows_gathered or uses_towers):
+        if op.type in op_types.SHAPE_QUERIES or not self._uses_towers(op, placements):
             return  # It uses nothing of towers, or only sizes: there is no reason to tell.
 
         self._note_once(op, placements, reason)
         uses_shards = any(isinstance(placement, Shard) for placement in placements)
-        if follows_gathered or uses_shards:
+        if uses_shards or self.scope.follows_gathered(op):
             for output in op.outputs:
                 self.scope.reshardable.add(output.name)
                 self.scope.sizes.start_row_space(output)
+
+    def _uses_towers(self, op: OpOrLoop, placements: Sequence[Placement]) -> bool:
+        """Whether an op uses what towers make, or what was made once of such."""
+        is_given = any(placement != REPLICATE for placement in placements)
+        return is_given or self.scope.follows_gathered(op)
 
     def _run_makers_of_lists_once(
         self, op: OpOrLoop, placements: Sequence[Placement], reason: str

@@ -71,6 +71,9 @@ class Match:
 
     Args:
       placements: of the op's inputs; none is partial.
+
+    Attributes:
+      dims: those of each output's full value; None for an output of unknown rank.
     """
 
     def __init__(
@@ -81,6 +84,8 @@ class Match:
         self._scope = scope
         self._sizes = scope.sizes
         self._inputs = list(zip(op.inputs, signature.inputs, placements))
+        self._rule_dims = signature.dims or [None] * len(signature.outputs)
+        self.dims = list(map(self._dims_of, op.outputs, signature.outputs, self._rule_dims))
 
     def decisions(self) -> Iterator[Decision]:
         """Yields how the op is sharded, in each way that is possible, the best first."""
@@ -223,7 +228,10 @@ class Match:
             needs.append(need)
 
         outputs = self._signature.outputs
-        output_dims = self.dims(way)
+        output_dims = [
+            self._dims_along(way, *of_output)
+            for of_output in zip(outputs, self.dims, self._rule_dims)
+        ]
         placements: list[Placement | None] = []
         for index, (labels, dims) in enumerate(zip(outputs, output_dims)):
             if index in self._signature.unused:
@@ -359,25 +367,11 @@ class Match:
 
     # The sizes of the outputs.
 
-    def dims(self, way: Way | None = None) -> list[list[Size] | None]:
-        """The dimensions of each output's full value; None for an output of unknown rank.
-
-        Args:
-          way: how the op is sharded; None if it isn't.
-        """
-        outputs = self._signature.outputs
-        by_rule = self._signature.dims or [None] * len(outputs)
-        return [
-            self._dims_of(output, labels, rule_dims, way)
-            for output, labels, rule_dims in zip(self._op.outputs, outputs, by_rule)
-        ]
-
     def _dims_of(
         self,
         output: tf.Tensor,
         labels: Sequence[Label],
         by_rule: Sequence[Size | None] | None,
-        way: Way | None,
     ) -> list[Size] | None:
         """One output's dimensions: the rule's rows, numbers of the graph, or other sizes."""
         if output.shape.rank is None and by_rule is None and not labels:
@@ -390,16 +384,28 @@ class Match:
         for label, number, inferred_size, rule_size in zip(
             labels, static_lengths, inferred, by_rule or itertools.repeat(None)
         ):
-            if way is not None and label == way.label:
-                factor = per_row(rule_size, way.rows) if rule_size else way.factor
-                if factor is None:
-                    return None
-                dims.append(factor * way.rows.size)
-            elif number is None or (rule_size and rule_size.rows):
+            if number is None or (rule_size and rule_size.rows):
                 dims.append(rule_size or self._size_of(label) or inferred_size)
             else:
                 dims.append(known(number))
         return dims
+
+    def _dims_along(
+        self,
+        way: Way,
+        labels: Sequence[Label],
+        dims: list[Size] | None,
+        by_rule: Sequence[Size | None] | None,
+    ) -> list[Size] | None:
+        """One output's dimensions if the op is sharded; None if its rows have unlike sizes."""
+        if dims is None or way.label not in labels:
+            return dims
+        axis = labels.index(way.label)
+        rule_size = by_rule[axis] if by_rule else None
+        factor = per_row(rule_size, way.rows) if rule_size else way.factor
+        if factor is None:
+            return None
+        return [*dims[:axis], factor * way.rows.size, *dims[axis + 1 :]]
 
     def _size_of(self, label: Label) -> Size | None:
         """The size of the dimensions with a label, if all inputs agree."""
