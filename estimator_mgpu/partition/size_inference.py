@@ -195,9 +195,9 @@ class Sizes:
     def _infer_dims(self, tensor: tf.Tensor) -> list[Size]:
         """The dimensions of a tensor of known rank."""
         dims = self.static_dims(tensor)
-        shape: Sequence[Size | None] | None = None
         if tensor.shape.is_fully_defined():
             return dims
+        shape: Sequence[Size | None] | None = None
         if tensor.op.type in _SHAPE_INPUTS:
             shape = self.entries(tensor.op.inputs[_SHAPE_INPUTS[tensor.op.type]])
         elif tensor.op.type in _SHAPE_FUNCTIONS and tensor.value_index == 0:

@@ -15,9 +15,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from estimator_mgpu.devices import machine_of
 
-# What the busiest device or machine is to send, relative to a ring. It comes out some more, as a
-# device gets slices as a whole; and may for devices of several machines, as links between machines
-# are slower than theirs.
+# What the busiest device or machine is to send, relative to a ring; in whole slices, it may be some
+# more. Devices of several machines may send more, as their own links are faster than those between
+# machines.
 _OF_A_RING = 1.04
 _BESIDE_MACHINES = 1.2
 

@@ -228,10 +228,7 @@ class Match:
             needs.append(need)
 
         outputs = self._signature.outputs
-        output_dims = [
-            self._dims_along(way, *of_output)
-            for of_output in zip(outputs, self.dims, self._rule_dims)
-        ]
+        output_dims = [self._dims_along(way, index) for index in range(len(outputs))]
         placements: list[Placement | None] = []
         for index, (labels, dims) in enumerate(zip(outputs, output_dims)):
             if index in self._signature.unused:
@@ -368,10 +365,7 @@ class Match:
     # The sizes of the outputs.
 
     def _dims_of(
-        self,
-        output: tf.Tensor,
-        labels: Sequence[Label],
-        by_rule: Sequence[Size | None] | None,
+        self, output: tf.Tensor, labels: Sequence[Label], by_rule: Sequence[Size | None] | None
     ) -> list[Size] | None:
         """One output's dimensions: the rule's rows, numbers of the graph, or other sizes."""
         if output.shape.rank is None and by_rule is None and not labels:
@@ -390,17 +384,14 @@ class Match:
                 dims.append(known(number))
         return dims
 
-    def _dims_along(
-        self,
-        way: Way,
-        labels: Sequence[Label],
-        dims: list[Size] | None,
-        by_rule: Sequence[Size | None] | None,
-    ) -> list[Size] | None:
-        """One output's dimensions if the op is sharded; None if its rows have unlike sizes."""
+    def _dims_along(self, way: Way, index: int) -> list[Size] | None:
+        """An output's dimensions if the op is sharded; None if its rows differ in size."""
+        labels = self._signature.outputs[index]
+        dims = self.dims[index]
         if dims is None or way.label not in labels:
             return dims
         axis = labels.index(way.label)
+        by_rule = self._rule_dims[index]
         rule_size = by_rule[axis] if by_rule else None
         factor = per_row(rule_size, way.rows) if rule_size else way.factor
         if factor is None:
