@@ -38,9 +38,9 @@ def steps(sizes):
     ]
 
 
-def dataset_of(elements):
-    """A dataset of batches of several sizes."""
-    found = tf.data.Dataset.from_tensors(steps([2])[0]).take(0)
+def dataset_of(elements, like=None):
+    """A dataset of batches of several sizes, of which there may be none."""
+    found = tf.data.Dataset.from_tensors(like or steps([2])[0]).take(0)
     for element in elements:
         found = found.concatenate(tf.data.Dataset.from_tensors(element))
     return found
@@ -48,8 +48,13 @@ def dataset_of(elements):
 
 def joined(parts):
     """What one device reads: in each step all machines' rows."""
+    return concatenated([steps(sizes) for sizes in parts], steps([0])[0])
+
+
+def concatenated(parts, empty):
+    """The elements of all machines; one that has no more has empty ones."""
     count = max(map(len, parts))
-    padded = [steps(sizes + [0] * (count - len(sizes))) for sizes in parts]
+    padded = [part + [empty] * (count - len(part)) for part in parts]
     return [
         tf.nest.map_structure(lambda *rows: np.concatenate(rows), *each) for each in zip(*padded)
     ]
@@ -205,6 +210,67 @@ def test_columns_of_words(three_machines, behavior):
     one = train(read_all, model_fn)
     assert len(one[0]) == 4 and len(one[1]) > 4 * 26
     assert_close(list(ours), list(one), 1e-5)
+
+
+WORDS = np.array(['', 'a', 'bc', 'def', 'gh', 'i'])
+
+
+def sparse_steps(sizes, seed=0):
+    """Features of which some rows are empty, and maybe all; 0 and '' stand for no entry."""
+    elements = []
+    for step, n in enumerate(sizes):
+        random = np.random.RandomState(100 * seed + step)
+        ids = random.randint(0, 50, [n, 4]) * random.randint(0, 2, [n, 1])
+        words = WORDS[random.randint(0, len(WORDS), [n, 3])]
+        elements.append(({'id': ids, 'word': words.astype(object)}, floats(n, 1, seed=seed)))
+    return elements
+
+
+def to_sparse(features, labels):
+    """Sparse tensors; one is as wide as its longest row."""
+    rows = tf.RaggedTensor.from_tensor(features['id'], padding=tf.constant(0, tf.int64))
+    ids = rows.to_sparse()
+    weights = ids.with_values(0.1 + tf.cast(ids.values % 7, tf.float32))
+    words = tf.sparse.from_dense(features['word'])
+    return {'id': ids, 'weight': weights, 'word': words}, labels
+
+
+def lookups(features, labels, mode):
+    """Sums of a table's rows, of words, and of values, and what depends on sizes."""
+    ids, word_ids = features['id'], features['word']
+    table = weights('table', 50, 4)
+    of_words = weights('of_words', 20, 4)
+    word_ids = word_ids.with_values(tf.strings.to_hash_bucket_fast(word_ids.values, 20))
+    lookup = tf.nn.safe_embedding_lookup_sparse
+    net = lookup([table], ids, features['weight'], combiner='mean')
+    net += lookup([of_words], word_ids, combiner='sqrtn')
+    net += tf.sparse.reduce_sum(features['weight'], 1, keepdims=True)
+    width = tf.cast(tf.shape(tf.sparse.to_dense(ids))[1], tf.float32)
+    entries = tf.cast(tf.size(ids.values), tf.float32)
+    out = tf.matmul(tf.nn.tanh(net), weights('v', 4, 1)) * width
+    loss = tf.reduce_mean(tf.square(out - labels)) + tf.reduce_sum(out) / (1 + entries)
+    return spec_of(mode, loss, sgd(loss, 0.01))
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+@pytest.mark.parametrize('name', PARTS)
+def test_sparse_as_one_device(name, microbatches, three_machines, behavior):
+    """Machines' parts are also different in width, and in how many entries they have."""
+    parts = [sparse_steps(sizes, seed) for seed, sizes in enumerate(PARTS[name])]
+    [like] = sparse_steps([2])
+
+    def input_fn(input_context):
+        return dataset_of(parts[input_context.input_pipeline_id], like).map(to_sparse)
+
+    def read_all():
+        dataset = dataset_of(concatenated(parts, sparse_steps([0])[0]), like).map(to_sparse)
+        return tf.data.make_one_shot_iterator(dataset).get_next()
+
+    replicated = estimator_mgpu.replicate(
+        lookups, devices=DEVICES, input='machine', microbatches=microbatches
+    )
+    ours = train(read_by_machine(input_fn), replicated, three_machines)
+    assert_close(list(ours), list(train(read_all, lookups)), 1e-5)
 
 
 def test_sparse_and_ragged(three_machines):
