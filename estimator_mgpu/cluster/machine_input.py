@@ -166,5 +166,6 @@ def _concatenated_sparse(parts: Sequence[tf.SparseTensor]) -> tf.SparseTensor:
     dense_shape = tf.concat([rows, tf.reduce_max(sizes[:, 1:], 0)], 0)
     values = [part.values for part in parts]
     joined = tf.SparseTensor(_concatenated(*indices), _concatenated(*values), dense_shape)
-    joined.set_shape(parts[0].shape)
+    static = zip(*(part.shape.as_list()[1:] for part in parts))
+    joined.set_shape([None, *(None if None in widths else max(widths) for widths in static)])
     return joined
