@@ -201,7 +201,7 @@ def bytes_needed(variable, words, devices):
 
     Args:
       variable: a table of the words of a column, or another variable.
-      words: by column, those of the global batch.
+      words: by column, those of the global batch, dense or sparse.
       devices: those of towers.
     """
     home = machine_of(variable.device)
@@ -210,11 +210,17 @@ def bytes_needed(variable, words, devices):
         return 2 * (len(set(map(machine_of, devices))) - 1) * bytes_of(variable)
 
     rows, width = variable.shape.as_list()
+    words = words[column[0]]
+    if isinstance(words, tf.SparseTensorValue):
+        tower_of_word = words.indices[:, 0] * len(devices) // words.dense_shape[0]
+        words = words.values
+    else:
+        tower_of_word = np.arange(words.size) * len(devices) // words.size
     with tf.Graph().as_default():
-        ids = tf.strings.to_hash_bucket_fast(words[column[0]], rows)
+        ids = tf.strings.to_hash_bucket_fast(words.ravel(), rows)
         with tf.Session() as session:
-            shards = np.split(session.run(ids), len(devices))
-    count = sum(len(set(s.flat)) for s, d in zip(shards, devices) if machine_of(d) != home)
+            pairs = set(zip(tower_of_word, session.run(ids)))
+    count = sum(machine_of(devices[tower]) != home for tower, _ in pairs)
     return count * (ids.dtype.size + 2 * 4 * width)
 
 

@@ -38,9 +38,9 @@ def steps(sizes):
     ]
 
 
-def dataset_of(elements):
-    """A dataset of batches of several sizes."""
-    found = tf.data.Dataset.from_tensors(steps([2])[0]).take(0)
+def dataset_of(elements, like=None):
+    """A dataset of batches of several sizes, of which there may be none."""
+    found = tf.data.Dataset.from_tensors(like or steps([2])[0]).take(0)
     for element in elements:
         found = found.concatenate(tf.data.Dataset.from_tensors(element))
     return found
@@ -48,8 +48,13 @@ def dataset_of(elements):
 
 def joined(parts):
     """What one device reads: in each step all machines' rows."""
+    return concatenated([steps(sizes) for sizes in parts], steps([0])[0])
+
+
+def concatenated(parts, empty):
+    """The elements of all machines; one that has no more has empty ones."""
     count = max(map(len, parts))
-    padded = [steps(sizes + [0] * (count - len(sizes))) for sizes in parts]
+    padded = [part + [empty] * (count - len(part)) for part in parts]
     return [
         tf.nest.map_structure(lambda *rows: np.concatenate(rows), *each) for each in zip(*padded)
     ]
@@ -207,8 +212,147 @@ def test_columns_of_words(three_machines, behavior):
     assert_close(list(ours), list(one), 1e-5)
 
 
+WORDS = np.array(['', 'a', 'bc', 'def', 'gh', 'i'])
+
+
+def sparse_steps(sizes, seed=0):
+    """Features of which some rows are empty, and maybe all; 0 and '' stand for no entry."""
+    elements = []
+    for step, n in enumerate(sizes):
+        random = np.random.RandomState(100 * seed + step)
+        ids = random.randint(0, 50, [n, 4]) * random.randint(0, 2, [n, 1])
+        words = WORDS[random.randint(0, len(WORDS), [n, 3])]
+        elements.append(({'id': ids, 'word': words.astype(object)}, floats(n, 1, seed=seed)))
+    return elements
+
+
+def to_sparse(features, labels):
+    """Sparse tensors; one is as wide as its longest row."""
+    rows = tf.RaggedTensor.from_tensor(features['id'], padding=tf.constant(0, tf.int64))
+    ids = rows.to_sparse()
+    weights = ids.with_values(0.1 + tf.cast(ids.values % 7, tf.float32))
+    words = tf.sparse.from_dense(features['word'])
+    return {'id': ids, 'weight': weights, 'word': words}, labels
+
+
+def read_sparse(sizes, prepare=to_sparse):
+    parts = [sparse_steps(sizes_of_part, seed) for seed, sizes_of_part in enumerate(sizes)]
+    [like] = sparse_steps([2])
+    return read_by_machine(
+        lambda input_context: dataset_of(parts[input_context.input_pipeline_id], like).map(prepare)
+    )
+
+
+def lookups(features, labels, mode):
+    """Sums of a table's rows, of words, and of values, and what depends on sizes."""
+    ids, word_ids = features['id'], features['word']
+    table = weights('table', 50, 4)
+    of_words = weights('of_words', 20, 4)
+    word_ids = word_ids.with_values(tf.strings.to_hash_bucket_fast(word_ids.values, 20))
+    lookup = tf.nn.safe_embedding_lookup_sparse
+    net = lookup([table], ids, features['weight'], combiner='mean')
+    net += lookup([of_words], word_ids, combiner='sqrtn')
+    lengths = word_ids.with_values(tf.strings.length(features['word'].values))
+    net += tf.cast(tf.sparse.reduce_sum(lengths, 1, keepdims=True), tf.float32)
+    width = tf.cast(tf.shape(tf.sparse.to_dense(ids))[1], tf.float32)
+    entries = tf.cast(tf.size(ids.values), tf.float32)
+    out = tf.matmul(tf.nn.tanh(net), weights('v', 4, 1)) * width
+    loss = tf.reduce_mean(tf.square(out - labels)) + tf.reduce_sum(out) / (1 + entries)
+    return spec_of(mode, loss, sgd(loss, 0.01))
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+@pytest.mark.parametrize('name', PARTS)
+def test_sparse_as_one_device(name, microbatches, three_machines, behavior):
+    """Machines' parts may differ in width, too."""
+    parts = [sparse_steps(sizes, seed) for seed, sizes in enumerate(PARTS[name])]
+    [like] = sparse_steps([2])
+
+    def read_all():
+        dataset = dataset_of(concatenated(parts, sparse_steps([0])[0]), like).map(to_sparse)
+        return tf.data.make_one_shot_iterator(dataset).get_next()
+
+    replicated = estimator_mgpu.replicate(
+        lookups, devices=DEVICES, input='machine', microbatches=microbatches
+    )
+    ours = train(read_sparse(PARTS[name]), replicated, three_machines)
+    assert_close(list(ours), list(train(read_all, lookups)), 1e-5)
+
+
+def test_no_machine_reads_sparse_tensors_for_others():
+    """What joins them, for whoever fetches them, isn't needed."""
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        features, labels = read_sparse(PARTS['even'])()
+        spec = estimator_mgpu.replicate(lookups, devices=DEVICES)(features, labels, TRAIN)
+        needed = graphs.ancestors([spec.train_op, spec.loss.op])
+        joined = [part.op for sparse in features.values() for part in (sparse.indices, sparse.values)]
+        assert len(joined) == 6 and not needed.intersection(joined)
+
+
+def in_other_order(features, labels):
+    """Sparse tensors whose entries come last one first."""
+    features, labels = to_sparse(features, labels)
+    backwards = {
+        name: tf.SparseTensor(
+            tf.reverse(sparse.indices, [0]), tf.reverse(sparse.values, [0]), sparse.dense_shape
+        )
+        for name, sparse in features.items()
+    }
+    return backwards, labels
+
+
+@pytest.mark.parametrize('prepare', [to_sparse, in_other_order])
+def test_entries_of_all_machines(prepare, three_machines):
+    """Whoever asks for those of all has them in the order in which machines have them."""
+
+    def model_fn(features):
+        ids, words = features['id'], features['word']
+        table = tf.reshape(tf.range(100.0), [50, 2])
+        different, places = tf.unique(ids.values)
+        weighted = tf.nn.safe_embedding_lookup_sparse([table], ids, features['weight'])
+        predictions = {
+            'shape': tf.identity(ids.dense_shape),
+            'indices': tf.identity(ids.indices),
+            'words': tf.identity(words.values),
+            'rows': tf.gather(table, ids.values),
+            'lengths': tf.strings.length(words.values),
+            'sorted': tf.sort(ids.values),
+            'different': different,
+            'places': places,
+            'count': tf.shape(ids.indices)[0],
+            'weights': tf.sparse.reduce_sum(features['weight'], 1),
+            'weighted': weighted,
+        }
+        return tf.estimator.EstimatorSpec('infer', predictions=predictions)
+
+    found = []
+    for fn in (model_fn, estimator_mgpu.replicate(model_fn, devices=DEVICES)):
+        with tf.Graph().as_default():
+            predictions = fn(read_sparse(PARTS['uneven'], prepare)()[0]).predictions
+            found.append(until_the_end(three_machines, predictions)[0])
+    one, ours = found
+    assert len(one) == 3 and one[0]['shape'][0] == 12
+    assert_close(ours, one, 0)
+
+
+def test_as_many_weights_as_ids_on_each_machine(three_machines):
+    """Otherwise those of one machine would belong to ids of another one."""
+
+    def unequal(features, labels):
+        features, labels = to_sparse(features, labels)
+        weights = features['weight']
+        others = tf.sparse.retain(weights, tf.range(tf.size(weights.values)) > 0)
+        return {**features, 'weight': others}, labels
+
+    replicated = estimator_mgpu.replicate(lookups, devices=DEVICES, input='machine')
+    message = r'same number of entries.*feature .+id.+, feature .+weight.+ \[(\d+) (?!\1)\d+\]'
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(read_sparse(PARTS['even'], unequal), replicated, three_machines)
+
+
 def test_sparse_and_ragged(three_machines):
-    """They are joined on the chief, and one of the machines ends before the others."""
+    """Whoever fetches them has those of all machines, of which one ends before the others."""
     rows = [[[1, 2], [], [3]], [[4]], []]
 
     def input_fn(input_context=None):

@@ -74,12 +74,27 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
         assert size == pytest.approx(expected[task], rel=0.01)
 
 
-def test_ids_and_their_rows_once(three_machines):
+def several_words(rows, seed):
+    """Features of clicks with sparse columns of one to three words."""
+    features = benchmark_models.click_features(words=5000)(rows, seed)
+    counts = 1 + tf.random.stateless_uniform([rows], [seed, 3], 0, 3, tf.int32)
+    for name, words in features.items():
+        if name.startswith('word'):
+            drawn = [words, words + 'x', tf.reverse(words, [0])]
+            ragged = tf.RaggedTensor.from_tensor(tf.concat(drawn, 1), counts)
+            features[name] = ragged.to_sparse()
+    return features
+
+
+@pytest.mark.parametrize(
+    'features', [benchmark_models.click_features(words=5000), several_words], ids=['dense', 'sparse']
+)
+def test_ids_and_their_rows_once(features, three_machines):
     """Each machine prepares the ids of its own examples, so it sends no features of them."""
     model = benchmark_models.Model(
         logits=benchmark_models.deepfm(buckets=1000, width=4, layers=[8]),
         optimizer=lambda: tf.train.AdagradOptimizer(0.1),
-        features=benchmark_models.click_features(words=5000),
+        features=features,
         classes=2,
         batch=600,
     )

@@ -141,8 +141,31 @@ def _concatenated(*parts: Any) -> Any:
     if len(parts) == 1:
         return parts[0]
     if isinstance(parts[0], tf.SparseTensor):
-        return tf.compat.v2.sparse.concat(0, list(parts), True)
+        return _concatenated_sparse(parts)
     joined = tf.concat(parts, 0)
     if isinstance(joined, tf.Tensor):
         batch.record_parts(joined, parts)
+    return joined
+
+
+def _concatenated_sparse(parts: Sequence[tf.SparseTensor]) -> tf.SparseTensor:
+    """The entries of all machines, with rows that each machine counts over the global batch.
+
+    So indices are the concatenation of what machines have, as values are. Along other dimensions,
+    the result is as large as the largest part.
+    """
+    sizes = tf.stack([part.dense_shape for part in parts])  # a row for each machine
+    rows_before = tf.cumsum(sizes[:, :1], exclusive=True)
+    offsets = tf.pad(rows_before, [[0, 0], [0, parts[0].shape.rank - 1]])
+    indices = []
+    for part, offset in zip(parts, tf.unstack(offsets)):
+        with tf.device(part.indices.device):
+            indices.append(part.indices + offset)
+
+    rows = tf.reduce_sum(sizes[:, :1], 0)
+    dense_shape = tf.concat([rows, tf.reduce_max(sizes[:, 1:], 0)], 0)
+    values = [part.values for part in parts]
+    joined = tf.SparseTensor(_concatenated(*indices), _concatenated(*values), dense_shape)
+    static = zip(*(part.shape.as_list()[1:] for part in parts))
+    joined.set_shape([None, *(None if None in widths else max(widths) for widths in static)])
     return joined

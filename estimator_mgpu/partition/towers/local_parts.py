@@ -2,14 +2,15 @@
 
 In: a tensor of which one device has the full value, and the form in which a tower needs it. Out:
 the name of what the tower gets. It's cut on the device that has the full value, so that only the
-part is sent. If an op would fail as two tensors don't have equally many rows, their parts fail.
+part is sent; if machines have read parts of the value, each cuts its own, and the tower joins what
+it gets. If an op would fail as two tensors don't have equally many rows, their parts fail.
 """
 
 from __future__ import annotations
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import if_same
+from estimator_mgpu.batches.batch import if_same, parts_of
 from estimator_mgpu.partition.nodes.node_builder import Number
 from estimator_mgpu.partition.plan import CountedFromFirst, RaggedRows, Slice, SparseRows
 from estimator_mgpu.partition.rules.selections import before_arrangement
@@ -111,13 +112,40 @@ class LocalParts:
             bounds, device = self._bounds_of_rows(need)
             splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
             return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
-        positions = self._positions_of_entries(need, tower)
-        device = self._origins.device_of_full(tensor)
-        full = self._values.full(tensor)
-        if isinstance(need, SparseRows) and tensor.name in self._plan.at_others_entries:
-            full = self._as_many_values(tensor, need.indices)
+        if isinstance(need, RaggedRows):
+            positions = self._positions_of_entries(need, tower)
+            device = self._origins.device_of_full(tensor)
+            return self._nodes.take(self._values.full(tensor), positions, device)
+
+        indices = self._graph.get_tensor_by_name(need.indices)
+        pairs = [(tensor, indices)]
+        if len(parts_of(tensor)) == len(parts_of(indices)):  # Otherwise one device has made one.
+            pairs = list(zip(parts_of(tensor), parts_of(indices)))
+        pieces = [self._of_sparse(part, others, tensor, need, tower) for part, others in pairs]
+        return self._nodes.concat(pieces, 0, tower.device)
+
+    def _of_sparse(
+        self,
+        part: tf.Tensor,
+        indices: tf.Tensor,
+        tensor: tf.Tensor,
+        need: SparseRows,
+        tower: Tower,
+    ) -> str:
+        """What a tower takes of a part of a sparse tensor: of its indices, or values.
+
+        Args:
+          part: what a machine has read of the tensor, or the tensor.
+          indices: what the same machine has read of the indices, or all.
+        """
+        positions = self._positions_in(indices, need, tower)
+        device = self._origins.device_of_full(part)
+        full = self._values.full(part)
+        if tensor.name in self._plan.at_others_entries:
+            titles = f'{self._titles[need.indices]}, {self._titles[tensor.name]}'
+            full = self._as_many_values(part, indices, titles)
         taken = self._nodes.take(full, positions, device)
-        if isinstance(need, RaggedRows) or tensor.name != need.indices:
+        if tensor.name != need.indices:
             return taken
         shards = self._shards.of(need.rows)
         columns = tensor.shape.as_list()[1]
@@ -125,11 +153,26 @@ class LocalParts:
 
     def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """Which entries, or values, are a tower's: their positions among all, a vector."""
-        shards = self._shards.of(need.rows)
         if isinstance(need, RaggedRows):
             bounds, device = self._bounds_of_rows(need)
-            return ragged_features.positions(shards, bounds, tower, device)
-        indices = self._graph.get_tensor_by_name(need.indices)
+            return ragged_features.positions(self._shards.of(need.rows), bounds, tower, device)
+
+        first, *others = parts_of(self._graph.get_tensor_by_name(need.indices))
+        pieces = [self._positions_in(first, need, tower)]
+        counts = []  # how many entries each part has
+        before = first
+        for part in others:
+            shape = self._nodes.add('Shape', [before.name], before.device, out_type=tf.int64)
+            counts.append(self._nodes.add('Gather', [shape, 0], before.device))
+            offset = self._nodes.sum(counts, self._nodes.host)
+            positions = self._positions_in(part, need, tower)
+            pieces.append(self._nodes.add('AddV2', [positions, offset], part.device))
+            before = part
+        return self._nodes.concat(pieces, 0, tower.device)
+
+    def _positions_in(self, indices: tf.Tensor, need: SparseRows, tower: Tower) -> str:
+        """Which entries are a tower's, by the indices of all, or of a part: positions in these."""
+        shards = self._shards.of(need.rows)
         device = self._origins.device_of_full(indices)
         return sparse_features.positions(
             shards, self._values.full(indices), need.factor, tower, device
@@ -224,19 +267,17 @@ class LocalParts:
         waits = f'^{check.partition(":")[0]}'
         return nodes.add('Identity', [full, waits], device)
 
-    def _as_many_values(self, values: tf.Tensor, indices_name: str) -> str:
+    def _as_many_values(self, values: tf.Tensor, indices: tf.Tensor, titles: str) -> str:
         """Values that are used with the entries of another sparse tensor, one by one.
 
         They fail unless there are as many of both. Towers would leave out values that are too many,
-        and none of their ops would fail.
+        and none of their ops would fail. If machines have read parts, each has as many of both.
         """
         if values.name not in self._as_many:
-            indices = self._graph.get_tensor_by_name(indices_name)
             message = (
                 'two sparse tensors that are used entry by entry, as ids and their weights are, '
                 'must have the same number of entries: let the input_fn give one weight for each '
-                'id, in the order of the ids. The numbers of entries of '
-                f'{self._titles[indices_name]}, {self._titles[values.name]} are'
+                f'id, in the order of the ids. The numbers of entries of {titles} are'
             )
             with self._nodes.at_once(self._origins.device_of_full(values), values.op):
                 counts = tf.stack([tf.shape(indices)[0], tf.size(values)])

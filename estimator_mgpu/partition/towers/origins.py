@@ -34,22 +34,23 @@ class Origins:
         """The names of the batch's tensors."""
         ragged = [need for need in plan.entries.values() if isinstance(need, RaggedRows)]
         self._row_splits = {need.splits for need in ragged}
-        # Features that one machine has read as a whole.
-        whole_sources = {tensor.name for tensor in plan.sources if len(parts_of(tensor)) == 1}
-        whole_sources.update(plan.entries)
         # The ops that ask for the sizes of something that only towers have: of all that they ask
         # for, or of a part of it, as the rest may be on another device.
         queries_of_local = [
             op
             for op in graphs.ops_of_types(division.graph, op_types.SHAPE_QUERIES)
             if any(tensor.name in plan.placements for tensor in op.inputs)
-            and not all(tensor.name in whole_sources for tensor in op.inputs)
+            and not all(self._is_read_by_one(tensor) for tensor in op.inputs)
         ]
         # Every user of every tensor asks, so the answers are found first: the tensors' names.
         give_shapes = graphs.ops_of_types(division.graph, op_types.SHAPE_OUTPUTS)
         self._sizes_of_local = {*_sizes(queries_of_local, plan), *_shape_outputs(give_shapes, plan)}
         sizes = self._sizes_of_local - plan.placements.keys()
         self._made_from_local = (sizes | _gatherable(plan)) - self.sources
+
+    def _is_read_by_one(self, tensor: tf.Tensor) -> bool:
+        """Whether it's of the batch, and one machine has read all of it."""
+        return tensor.name in self.sources and len(parts_of(tensor)) == 1
 
     def is_made_from_local(self, tensor: tf.Tensor) -> bool:
         """Whether the full value is another tensor than the output of the user's op."""

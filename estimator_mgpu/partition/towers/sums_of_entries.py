@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.batches.batch import if_same
+from estimator_mgpu.batches.batch import if_same, parts_of
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.plan import Padding
 from estimator_mgpu.partition.sizes import ONE, RowSpace, RowsToLast
@@ -139,6 +139,14 @@ class SumsOfEntries:
 
 def _count_to_last(indices: tf.Tensor) -> tf.Tensor:
     """How many rows there are up to the last one with an entry: an int32 scalar."""
+    parts = parts_of(indices)
+    if len(parts) > 1:
+        counts = []
+        for part in parts:
+            with tf.device(part.device):
+                counts.append(_count_to_last(part))
+        return tf.reduce_max(tf.stack(counts))
+
     rows = indices[:, 0] if indices.shape.rank == 2 else indices
     rows = tf.concat([rows, [-1]], 0)
     return tf.cast(tf.reduce_max(rows) + 1, tf.int32)

@@ -85,11 +85,11 @@ class Values:
                 return copy
             rank = len(self._plan.sizes.dims(tensor) or [])
             return self.shards.sums_of_entries.padded(copy, rank, op_plan.padding, tower)
+        if tensor.name in self._plan.entries:
+            return self.local_parts.of_feature(tensor, self._plan.entries[tensor.name], tower)
         parts = parts_of(tensor)
         if len(parts) > 1:
             return self.shards.of_batch.join_parts(parts, tower)
-        if tensor.name in self._plan.entries:
-            return self.local_parts.of_feature(tensor, self._plan.entries[tensor.name], tower)
         return self.local_parts.slice(tensor, Slice(0, self._plan.rows, ONE), tower)
 
     def local_in_loop(self, tensor: tf.Tensor, tower: Tower, loops: Sequence[LoopFrame]) -> str:
