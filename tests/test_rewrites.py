@@ -547,13 +547,13 @@ def assert_in_order(division):
         check.check(division.facts, division.graph, results)
         return
 
-    no_plan = types.SimpleNamespace(ops={}, order=())
+    no_plan = types.SimpleNamespace(order=())
     nothing = lambda tensor: False  # noqa: E731
     no_towers = types.SimpleNamespace(
         is_size_of_local=nothing, is_made_from_all=nothing, is_made_from_local=nothing
     )
     ops = graphs.topological_order(division.graph.get_operations())
-    waits = Waits(ops, no_plan, division.order, no_towers)
+    waits = Waits(ops, {}, no_plan, division.order, no_towers)
     with tf.Graph().as_default() as copy:
         tf.import_graph_def(division.graph.as_graph_def(), name='')
 

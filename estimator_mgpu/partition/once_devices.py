@@ -68,6 +68,7 @@ class _Devices:
         self._graph = division.graph
         self._plan = division.plan
         self._of_towers = division.devices
+        self._local = [division.graph.get_tensor_by_name(name) for name in self._plan.placements]
         self.of_full_values: dict[str, str] = {}
         self._of_ops: dict[tf.Operation, str] = {}
         # In order, the ops that may be moved, and whether each is colocated with others.
@@ -121,11 +122,11 @@ class _Devices:
 
     def place_full_values(self) -> None:
         """Decides where full values of sharded tensors are made: where they are used."""
-        for name in self._plan.placements:
-            if name not in self.of_full_values:
-                device = self._of_consumers(self._graph.get_tensor_by_name(name))
+        for tensor in self._local:
+            if tensor.name not in self.of_full_values:
+                device = self._of_consumers(tensor)
                 if device:
-                    self.of_full_values[name] = device
+                    self.of_full_values[tensor.name] = device
 
     def share_out_ids(self) -> None:
         """Decides where the different ids of towers are put together, and what belongs to them.

@@ -211,6 +211,10 @@ class OpPlan(NamedTuple):
     padding: Padding | None = None
 
 
+Sharded = Mapping[tf.Operation, OpPlan]
+"""The ops that run on every tower, with their plans."""
+
+
 class Decision(NamedTuple):
     """How an op runs on every tower, and what follows for its outputs."""
 

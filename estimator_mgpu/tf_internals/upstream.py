@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.tf_internals import op_types
-from estimator_mgpu.tf_internals.graphs import Inputs, begins_steps
+from estimator_mgpu.tf_internals.graphs import Inputs, begins_steps, ops_of_types
 from estimator_mgpu.tf_internals.liveness import Branch, Condition, Liveness
 
 
@@ -33,6 +33,11 @@ def upstream_bits(
       certain: to find only what has run whenever an op has. By default, it's all that running the
         op runs, before or after it.
     """
+    if not order:
+        return {}
+    graph = next(iter(order)).graph
+    fed = set(ops_of_types(graph, op_types.FED))
+    ways_back = set(ops_of_types(graph, op_types.NEXT_ITERATION))
     upstream: dict[tf.Operation, int] = {}
     is_complete = False
     while not is_complete:
@@ -43,13 +48,11 @@ def upstream_bits(
                 count = len(op.inputs)
                 waited_for = certain.waited_for(op, of_befores[:count], of_befores[count:])
             else:
-                waited_for = union_of(of_befores)
-                if waited_for and op.type in op_types.FED:
-                    waited_for = 0
+                waited_for = 0 if op in fed else union_of(of_befores)
             found = union(waited_for, bits.get(op, 0))
             # What a v1 loop computes is known only now for its way back, which comes first. From
             # round to round, an op has the same bits or more, so this ends.
-            if op.type in op_types.NEXT_ITERATION and found != upstream.get(op):
+            if op in ways_back and found != upstream.get(op):
                 is_complete = False
             upstream[op] = found
     return upstream

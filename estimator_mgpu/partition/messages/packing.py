@@ -24,7 +24,7 @@ the first value of a variable may depend on are left out (`_first_writes`).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -33,7 +33,7 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.partition.placements import Partial
-from estimator_mgpu.partition.plan import FULL, Plan
+from estimator_mgpu.partition.plan import FULL, Plan, Sharded
 from estimator_mgpu.partition.sizes import RowSpace, UniqueRows
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.graphs import Inputs, dependents
@@ -83,6 +83,7 @@ class Pack:
 def find_packs(
     division: Division,
     ops: Mapping[tf.Operation, Inputs],
+    sharded: Sharded,
     device_of_full: Callable[[tf.Tensor], str],
 ) -> dict[str, Pack]:
     """Returns the pack of each tensor that is in one, by its name.
@@ -90,6 +91,7 @@ def find_packs(
     Args:
       division: the graph, its plan, and the order in which it touches state.
       ops: the user's, as `topological_order` gives them.
+      sharded: its ops that run on every tower.
       device_of_full: gives the device of a tensor's value for the global batch.
     """
     order = division.order
@@ -104,8 +106,8 @@ def find_packs(
         return graphs.ancestors(of, ops.__getitem__)
 
     ops_of_calls = [ancestors(gradient.op for gradient in call) for call in calls]
-    before_first_values = ancestors(_first_writes(calls, ops_of_calls, order))
     needed = set().union(*ops_of_calls)
+    before_first_values = ancestors(_first_writes(calls, needed, order))
     placeholders = graphs.ops_of_types(division.graph, op_types.PLACEHOLDERS)
     noticed = enumerate([*order.ops_with_effects(), *placeholders])
     effects = upstream_bits(
@@ -113,7 +115,9 @@ def find_packs(
         {op: 1 << index for index, op in noticed},
     )
 
-    candidates = {tensor.name: (tensor, rows) for tensor, rows in _candidates(division.plan)}
+    candidates = {
+        tensor.name: (tensor, rows) for tensor, rows in _candidates(division.plan, sharded)
+    }
     groups: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in candidates.values():
         users = frozenset(i for i, call in enumerate(ops_of_calls) if tensor.op in call)
@@ -142,9 +146,7 @@ def _is_small(tensor: tf.Tensor) -> bool:
 
 
 def _first_writes(
-    calls: Sequence[Sequence[tf.Tensor]],
-    ops_of_calls: Sequence[set[tf.Operation]],
-    order: Order,
+    calls: Sequence[Sequence[tf.Tensor]], needed: Set[tf.Operation], order: Order
 ) -> list[tf.Operation]:
     """The writes that may be the first of a variable: before them, some have no value yet.
 
@@ -152,15 +154,18 @@ def _first_writes(
     needs would read variables that aren't initialized. So each write to a variable counts, unless
     it depends on gradients. Writes to variables that no gradient needs, such as moving averages,
     don't count: otherwise nothing before these could be packed.
+
+    Args:
+      calls: the gradients of each call of an optimizer.
+      needed: the ops that these need.
     """
-    variables = {op for call in ops_of_calls for op in call if op.outputs and not op.inputs}
     after_gradients = set(dependents([g for call in calls for g in call], frozenset()))
 
     first_writes = []
     for op in order.ops_with_effects():
         if op not in after_gradients:
-            written = {operand.op for operand in op.inputs if graphs.is_handle(operand)}
-            if written & variables:
+            written = [operand.op for operand in op.inputs if graphs.is_handle(operand)]
+            if any(maker in needed and not maker.inputs for maker in written):
                 first_writes.append(op)
     return first_writes
 
@@ -170,35 +175,35 @@ def _inner_shape(tensor: tf.Tensor) -> list[int]:
     return tensor.shape.as_list()[1:]
 
 
-def values_read(plan: Plan) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
+def values_read(plan: Plan, sharded: Sharded) -> Iterator[tuple[tf.Operation, tf.Tensor]]:
     """The sharded ops that read a value in full that depends on no example, each with the value.
 
     Of a constant, each tower has its own.
     """
     of_batch = set(plan.order)
     for op in plan.order:
-        if op.name in plan.ops:
-            for tensor, need in zip(op.inputs, plan.ops[op.name].needs):
+        if op in sharded:
+            for tensor, need in zip(op.inputs, sharded[op].needs):
                 if need == FULL and tensor.op not in of_batch and tensor.op.type != op_types.CONST:
                     yield op, tensor
 
 
-def _candidates(plan: Plan) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
+def _candidates(plan: Plan, sharded: Sharded) -> Iterator[tuple[tf.Tensor, RowSpace | None]]:
     """Tensors that may be packed: with their row space if they are summed over towers, or None.
 
     These are values that towers read; and partial sums, if no tower's op depends on them, by data
     or control. If one does, and gives another partial sum, a pack of both would wait for itself.
     """
-    sharded = dict.fromkeys(op for op in plan.order if op.name in plan.ops)  # in order
+    in_order = dict.fromkeys(op for op in plan.order if op in sharded)
     dead_ends: set[tf.Operation] = set()
 
     def is_needed_by_towers(op: tf.Operation) -> bool:
         users = graphs.consumers_of(op)
-        return any(graphs.path_to(sharded, user, dead_ends) for user in users)
+        return any(graphs.path_to(in_order, user, dead_ends) for user in users)
 
-    for _, tensor in values_read(plan):
+    for _, tensor in values_read(plan, sharded):
         yield tensor, None
-    for op in sharded:
+    for op in in_order:
         for tensor in op.outputs:
             placement = plan.placements.get(tensor.name)
             if not isinstance(placement, Partial) or isinstance(placement.rows, UniqueRows):

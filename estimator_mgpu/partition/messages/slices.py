@@ -32,7 +32,7 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.messages.packing import Pack, values_read
 from estimator_mgpu.partition.messages.trees import Room, Tree, room_of
 from estimator_mgpu.partition.once_devices import runs_at_its_table
-from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.plan import Plan, Sharded
 
 _MORE_THAN_A_RING = 1.1  # what the busiest device may send or receive without slices
 _MOST_SLICES = 5  # of a value: with more, bytes are hardly more even
@@ -54,11 +54,15 @@ class Sent(NamedTuple):
 
 
 def find_sent(
-    plan: Plan, packs: Mapping[str, Pack], device_of_full: Callable[[tf.Tensor], str]
+    plan: Plan,
+    sharded: Sharded,
+    packs: Mapping[str, Pack],
+    device_of_full: Callable[[tf.Tensor], str],
 ) -> dict[str, Sent]:
     """Finds what is sent to all devices: what towers need in full, and no tower makes.
 
     Args:
+      sharded: its ops that run on every tower.
       packs: those of tensors that share a message with others, by name.
       device_of_full: gives the device of a tensor's full value.
 
@@ -66,8 +70,8 @@ def find_sent(
       By the name of the tensor, or of the first one of a pack.
     """
     sent = {}
-    for op, tensor in values_read(plan):
-        if runs_at_its_table(op, plan.ops[op.name], device_of_full):
+    for op, tensor in values_read(plan, sharded):
+        if runs_at_its_table(op, sharded[op], device_of_full):
             continue  # Rows are sent, rather than the table.
         if tensor.dtype.base_dtype.is_floating:
             pack = packs.get(tensor.name)

@@ -302,12 +302,11 @@ class NodeBuilder:
     def _inputs_from_graph(self) -> dict[str, tf.Tensor]:
         """The graph's own tensors that nodes use, by name."""
         nodes = self.graph_def.node
-        names_of_nodes = {node.name for node in nodes}
         used = {name for node in nodes for name in node.input if not name.startswith('^')}
         return {
             name: self.graph.get_tensor_by_name(name)
             for name in used
-            if name.partition(':')[0] not in names_of_nodes
+            if name.partition(':')[0] not in self._served_by
         }
 
 

@@ -72,8 +72,8 @@ def decide_open_pairs(graph: tf.Graph, results: Sequence[tf.Operation]) -> list[
     """
     # In the order in which they were made, as chance mustn't decide which edge closes a cycle.
     inputs = graphs.inputs_upstream(results)
-    step = {op: inputs[op] for op in sorted(inputs, key=private.creation_index)}
-    accesses = {maker: found for maker, found in _accesses(step) if _may_be_open(found)}
+    step = {op: inputs[op] for op in graph.get_operations() if op in inputs}
+    accesses = {maker: found for maker, found in _accesses(graph, step) if _may_be_open(found)}
     if not accesses:
         return []
     liveness = Liveness(graph.get_operations())
@@ -103,11 +103,13 @@ class _Access(NamedTuple):
     writes: bool
 
 
-def _accesses(step: Collection[tf.Operation]) -> Iterator[tuple[tf.Operation, list[_Access]]]:
+def _accesses(
+    graph: tf.Graph, step: Collection[tf.Operation]
+) -> Iterator[tuple[tf.Operation, list[_Access]]]:
     """For each variable or table of a step, by the op that makes it, the ops that touch it."""
     written = functools.cache(written_state)
-    for maker in step:
-        if maker.type in op_types.STATE_HOLDERS:
+    for maker in graphs.ops_of_types(graph, op_types.STATE_HOLDERS):
+        if maker in step:
             touching: dict[tf.Operation, bool] = {}  # and whether it writes
             seen: set[tf.Operation] = set()
             stack = [maker.outputs[0]]
@@ -151,7 +153,7 @@ def _open_pairs(
     bits = {op: 1 << index for index, op in enumerate(touching)}
     in_order = graphs.in_topological_order(step)
     upstream = waited_for = upstream_bits(in_order, bits)
-    if any(op.type in op_types.MERGE for op in in_order):
+    if any(op.type in op_types.MERGE for op in liveness.after_control_flow):
         waited_for = upstream_bits(in_order, bits, CertainWaits(liveness, bits))
 
     pairs = []

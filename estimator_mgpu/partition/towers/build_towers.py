@@ -183,23 +183,23 @@ def _collect_nodes(
     """
     graph = division.graph
     plan = division.plan
+    sharded = {graph.get_operation_by_name(name): op_plan for name, op_plan in plan.ops.items()}
     first = next(iter(plan.order), None)
     nodes = NodeBuilder(graph, scope, host_of(division.devices[0]), first)
     origins = Origins(division)
-    waits = Waits(ops, plan, division.order, origins)
-    packs = find_packs(division, ops, origins.device_of_full)
-    slices = Slices(find_sent(plan, packs, origins.device_of_full), division.devices)
+    waits = Waits(ops, sharded, plan, division.order, origins)
+    packs = find_packs(division, ops, sharded, origins.device_of_full)
+    slices = Slices(find_sent(plan, sharded, packs, origins.device_of_full), division.devices)
     small = find_small(division, origins, packs, waits)
     values = Values(division, origins, packs, packs_of_ops(plan, small), slices, towers, nodes)
     sender = Sender(values)
     everywhere = Everywhere(small, values)
     copies = Copies(values, sender, waits, everywhere)
 
-    for name, op_plan in plan.ops.items():
-        op = graph.get_operation_by_name(name)
+    for op, op_plan in sharded.items():
         with nodes.serving(op):
             copies.add(op, op_plan)
-    for tensor in worth_making(division, origins, result_ops):
+    for tensor in worth_making(division, origins, sharded, result_ops):
         values.full(tensor)
     control_inputs: dict[tf.Operation, list[str]] = {}
     for op in dict.fromkeys([*plan.order, *waits.ops_with_added()]):

@@ -20,7 +20,7 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping
 
 import tensorflow.compat.v1 as tf
 
@@ -76,7 +76,7 @@ def find_small(
     return behind
 
 
-def packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
+def packs_of_ops(plan: Plan, small: Collection[str]) -> dict[str, Pack]:
     """The partial sums of one op that share a message to each device, by their names.
 
     Such are the two that the gradient of batch normalization needs.
@@ -86,6 +86,8 @@ def packs_of_ops(plan: Plan, small: Container[str]) -> dict[str, Pack]:
       small: the names of the values that devices may make.
     """
     packs: dict[str, Pack] = {}
+    if not small:
+        return packs
     for op in plan.order:
         sums = defaultdict[Hashable, list[tf.Tensor]](list)
         for tensor in op.outputs:

@@ -25,22 +25,23 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.byte_counts import entries_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.placements import Partial
-from estimator_mgpu.partition.plan import LOCAL, OF_SIZES, Plan
+from estimator_mgpu.partition.plan import LOCAL, OF_SIZES, Plan, Sharded
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.private import control_consumers
 
 
 def worth_making(
-    division: Division, origins: Origins, result_ops: Set[tf.Operation]
+    division: Division, origins: Origins, sharded: Sharded, result_ops: Set[tf.Operation]
 ) -> Iterator[tf.Tensor]:
     """The tensors whose full values are made.
 
     Args:
       origins: tells which full values are made from what towers have.
+      sharded: the ops that run on every tower.
       result_ops: those that give what steps are run for.
     """
-    used = _used_in_steps(division, origins, result_ops)
+    used = _used_in_steps(division, origins, sharded, result_ops)
     for op in division.plan.order:
         if not any(map(origins.is_made_from_local, op.outputs)):
             continue
@@ -64,7 +65,7 @@ def _gives_much_less(op: tf.Operation, plan: Plan) -> bool:
 
 
 def _used_in_steps(
-    division: Division, origins: Origins, result_ops: Set[tf.Operation]
+    division: Division, origins: Origins, sharded: Sharded, result_ops: Set[tf.Operation]
 ) -> set[tf.Tensor]:
     """The tensors that depend on the batch, and that the user's ops use which run in a step."""
     plan = division.plan
@@ -72,7 +73,7 @@ def _used_in_steps(
 
     def may_be_skipped(op: tf.Operation) -> bool:
         """Whether no step runs one of the user's ops if nobody uses what it gives."""
-        if op.name in plan.ops:
+        if op in sharded:
             return True
         if op in result_ops or control_consumers(op):
             return False
@@ -83,27 +84,26 @@ def _used_in_steps(
         return is_used and order.is_quiet(op) and not order.liveness.is_in_loop(op)
 
     used: set[tf.Tensor] = set()
-    skipped: set[tf.Operation] = set()
+    skipped = {division.graph.get_operation_by_name(name) for name in plan.unused}
     for op in reversed(plan.order):
-        if op.name in plan.unused:
-            skipped.add(op)
+        if op in skipped:
             continue
         runs = False
         for tensor in op.outputs:
             if op in result_ops or not skipped.issuperset(tensor.consumers()):
                 used.add(tensor)
             if not origins.is_made_from_local(tensor):
-                runs |= tensor in used or _is_taken_by_copies(tensor, plan)
+                runs |= tensor in used or _is_taken_by_copies(tensor, sharded)
         if not runs and may_be_skipped(op):
             skipped.add(op)
     return used
 
 
-def _is_taken_by_copies(tensor: tf.Tensor, plan: Plan) -> bool:
+def _is_taken_by_copies(tensor: tf.Tensor, sharded: Sharded) -> bool:
     """Whether towers' copies use what one of the user's ops gives."""
     return any(
         tensor is operand and need != LOCAL and not isinstance(need, OF_SIZES)
         for user in tensor.consumers()
-        if user.name in plan.ops
-        for operand, need in zip(user.inputs, plan.ops[user.name].needs)
+        if user in sharded
+        for operand, need in zip(user.inputs, sharded[user].needs)
     )

@@ -65,7 +65,7 @@ class Copies:
         definition = op.node_def
         at_state = self._device_of_state(op, op_plan)
         for tower in self._towers:
-            device = self._device_for(op, tower) if at_state is None else at_state
+            device = self._device_for(definition.device, tower) if at_state is None else at_state
             control_inputs = self._control_inputs(op, tower) or self._waits_in_loop(op, tower)
             operands = [
                 self._operand(op, tensor, need, tower, device)
@@ -92,9 +92,8 @@ class Copies:
         node.attr['T'].type = tf.bool.as_datatype_enum
         node.input[:] = [self._values.local(op.outputs[0], self._towers[0])]
 
-    def _device_for(self, op: tf.Operation, tower: Tower) -> str:
+    def _device_for(self, wanted: str, tower: Tower) -> str:
         """Where a copy runs that uses no state: not on its tower if the user wants another kind."""
-        wanted = op.device
         if not wanted:
             return tower.device
         kinds = (None, device_spec(tower.device).device_type)
@@ -232,7 +231,7 @@ class Copies:
             is_constant = tensor.op.type == op_types.CONST
             if is_constant and tensor.shape.num_elements() <= _SMALL_CONSTANT:
                 control_inputs = self._control_inputs(tensor.op, tower)
-                device_of_copy = self._device_for(tensor.op, tower)
+                device_of_copy = self._device_for(tensor.op.device, tower)
                 return self._nodes.copy_of_constant(tensor.op, device_of_copy, control_inputs)
             is_sent = device != self._values.origins.device_of_full(tensor)
             if is_sent and self._sender.is_packed(tensor):

@@ -78,9 +78,9 @@ class Values:
     def local(self, tensor: tf.Tensor, tower: Tower) -> str:
         """What a tower has of a tensor: an output of its copy of an op, or a shard of the batch."""
         if tensor.name not in self.origins.sources:
-            name = self.nodes.names.copy(tensor.op.name, tower.number)
-            copy = f'{name}:{tensor.value_index}'
-            op_plan = self._plan.ops.get(tensor.op.name)
+            op_name = tensor.op.name
+            copy = f'{self.nodes.names.copy(op_name, tower.number)}:{tensor.value_index}'
+            op_plan = self._plan.ops.get(op_name)
             if op_plan is None or op_plan.padding is None:
                 return copy
             rank = len(self._plan.sizes.dims(tensor) or [])

@@ -34,6 +34,7 @@ from estimator_mgpu.partition.plan import (
     Need,
     Plan,
     Reduced,
+    Sharded,
     VariableValue,
 )
 from estimator_mgpu.partition.towers.origins import Origins
@@ -46,16 +47,24 @@ class Waits:
 
     Args:
       ops: the user's, each after those that it depends on.
+      sharded: those that run on every tower.
       order: in which the graph touched state, before identities were bypassed.
       origins: which full values are made of what towers have.
     """
 
-    def __init__(self, ops: Collection[tf.Operation], plan: Plan, order: Order, origins: Origins):
+    def __init__(
+        self,
+        ops: Collection[tf.Operation],
+        sharded: Sharded,
+        plan: Plan,
+        order: Order,
+        origins: Origins,
+    ):
         self._plan = plan
+        self._sharded = sharded
         self._order = order
         self._origins = origins
         self._of_batch = set(plan.order)
-        sharded = [op for op in ops if op.name in plan.ops]
         self._sharded_bits = 0
         for op in sharded:
             self._sharded_bits |= order.bits(op)
@@ -73,9 +82,9 @@ class Waits:
         # these gradients is visited again then.
         self._reads_to_wait_for: dict[tf.Operation, list[tf.Operation]] = {}
 
-        self._needed_by_copies = self._find_needed_by_copies(sharded)
+        self._needed_by_copies = self._find_needed_by_copies()
         # The others neither wait for anything now nor may have to.
-        waiting = [op for op in ops if op.control_inputs or not order.follows_nothing(op)]
+        waiting = [op for op in ops if not order.follows_nothing(op) or op.control_inputs]
         self._visit_all(waiting)
         self._reads_to_wait_for = self._find_reads_to_wait_for(ops)
         if self._reads_to_wait_for:
@@ -85,7 +94,8 @@ class Waits:
 
     def _visit_all(self, ops: Collection[tf.Operation]) -> None:
         """Decides what ops wait for, each after those that it depends on."""
-        ways_back = [op for op in ops if op.type in op_types.NEXT_ITERATION]
+        in_loops = self._order.liveness.in_loops
+        ways_back = [op for op in in_loops if op.type in op_types.NEXT_ITERATION]
 
         def known_of_loops() -> list[tuple[int | None, int | None]]:
             return [
@@ -99,7 +109,7 @@ class Waits:
             # `Enter` ops are settled, and this ends.
             known = known_of_loops()
             for op in ops:
-                if op.name in self._plan.ops:
+                if op in self._sharded:
                     self._visit_copy(op)
                 self._visit(op)
             is_complete = known == known_of_loops()
@@ -190,12 +200,12 @@ class Waits:
         )
 
     def _visit_copy(self, op: tf.Operation) -> None:
-        needs = self._plan.ops[op.name].needs
+        needs = self._sharded[op].needs
         of_inputs = [self._bits_of_need(op, tensor, need) for tensor, need in zip(op.inputs, needs)]
         waits = [
             before
             for before in op.control_inputs
-            if before.name in self._plan.ops or not self._may_wait_otherwise(op)
+            if before in self._sharded or not self._may_wait_otherwise(op)
         ]
         waits += self._reads_to_wait_for.get(op, ())
         bits = self._order.certain.waited_for(op, of_inputs, self._bits_of_controls(waits))
@@ -293,12 +303,12 @@ class Waits:
                 queue += new
         return None
 
-    def _find_needed_by_copies(self, sharded: Sequence[tf.Operation]) -> set[tf.Operation]:
+    def _find_needed_by_copies(self) -> set[tf.Operation]:
         """The user's ops without side effects that run once, and that copies of ops need."""
         needed: set[tf.Operation] = set()
         stack: list[tf.Operation] = []
-        for op in sharded:
-            for tensor, need in zip(op.inputs, self._plan.ops[op.name].needs):
+        for op, op_plan in self._sharded.items():
+            for tensor, need in zip(op.inputs, op_plan.needs):
                 if not isinstance(need, OF_SIZES):
                     stack += self._user_ops_of([tensor])
         while stack:
@@ -307,7 +317,7 @@ class Waits:
                 needed.add(op)
                 stack += self._user_ops_of(op.inputs)
                 if not (self._order.is_quiet(op) and self._may_wait_otherwise(op)):
-                    stack += [c for c in op.control_inputs if c.name not in self._plan.ops]
+                    stack += [c for c in op.control_inputs if c not in self._sharded]
         return {op for op in needed if self._order.is_quiet(op) and self._may_wait_otherwise(op)}
 
     def _user_ops_of(self, tensors: Sequence[tf.Tensor]) -> list[tf.Operation]:
@@ -325,7 +335,7 @@ class Waits:
         # In a loop of TensorFlow 1, a full value is what each tower has, and a variable's value
         # enters by a copy of its `Enter`.
         is_of_towers = need == LOCAL or isinstance(need, (Reduced, VariableValue))
-        if (is_of_towers or op.name in self._plan.frames) and tensor.op.name in self._plan.ops:
+        if (is_of_towers or op.name in self._plan.frames) and tensor.op in self._sharded:
             return self._waited_for_by_copy.get(tensor.op, 0)
         if tensor.op.type == op_types.CONST:
             # Each tower has a copy, which waits for nothing but its branch.
@@ -347,7 +357,7 @@ class Waits:
     def _bits_of_controls(self, ops: Sequence[tf.Operation]) -> list[int]:
         """The bits of ops that are waited for by control edges; of sharded ones, of all copies."""
         return [
-            (self._waited_for_by_copy if op.name in self._plan.ops else self._waited_for).get(op, 0)
+            (self._waited_for_by_copy if op in self._sharded else self._waited_for).get(op, 0)
             for op in ops
         ]
 
