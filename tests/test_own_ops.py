@@ -136,6 +136,15 @@ def test_a_rule_that_does_not_hold_along_another_dimension(rule, message):
         check_rule(tf.linalg.cross, ROWS, ROWS + 1)
 
 
+def test_a_mean_of_integers():
+    """No division of integers has a kernel. Then no op of the graph runs, in any trial."""
+    register_rule('HistogramFixedWidth', '_k * * -> * (mean)')
+    register_rule('Cross', 'S S -> S')  # which doesn't hold
+    function = lambda x: [tf.linalg.cross(x, x), tf.histogram_fixed_width(x, [0.0, 1.0], 4)]  # noqa: E731
+    with pytest.raises(AssertionError, match='(?s)makes an op that .* no kernel for: .*RealDiv'):
+        check_rule(function, ROWS)
+
+
 def test_a_rule_that_holds_along_other_dimensions():
     register_rule('Cross', 'S_ S_ -> S_')
     stacked = floats(4, 2, 3)

@@ -69,9 +69,9 @@ def check_rule(
 
     Raises:
       AssertionError: if numbers differ by more than rounding, or in shape or dtype, if an op fails
-        on a shard, or if a registered rule is for other ranks than the op has. For an op by itself
-        it says which op, along which dimension of which input; for the function as a whole, only
-        what differs.
+        on a shard, if a rule makes an op without a kernel, or if a registered rule is for other
+        ranks than the op has. For an op by itself it says which op, along which dimension of which
+        input; for the function as a whole, only what differs.
       ValueError: if an argument isn't as described above; if the function draws random numbers.
       RuntimeError: if a rule that is a function fails, or returns what isn't a rule.
       tf.errors.OpError: TensorFlow's own, if the function as a whole fails.

@@ -66,6 +66,7 @@ def try_dimensions(
     for static, group in by_static.items():
         divided = _divided(group, static, towers if static is None else min(static, towers))
         with session_of(towers) as session:
+            _check_kernels(session)
             for trial in group:
                 if trial.op.name in divided.division.plan.ops:
                     trial.run(session, divided)
@@ -91,6 +92,20 @@ def _trials_of(dimension: Dimension, on_one_device: tf.Operation) -> list[Trial]
         if _broadcasts(dimension, [index]):
             trials.append(Trial(dimension, on_one_device, unsharded=index, has_one_entry=True))
     return trials
+
+
+def _check_kernels(session: tf.Session) -> None:
+    """Raises AssertionError if no op of the graph can run, as one of them has no kernel.
+
+    Each trial would fail, as if its op weren't made for other sizes than it's given.
+    """
+    try:
+        session.run(tf.no_op())
+    except tf.errors.OpError as error:
+        raise AssertionError(
+            f'A rule makes an op that TensorFlow has no kernel for: {reason(error)}. Is its '
+            'reduction one for such dtypes? A mean of integers is not.'
+        ) from error
 
 
 class _NotTaken(Exception):
