@@ -246,6 +246,26 @@ def test_what_runs_once():
     assert found.scopes['net'] == {'shard': 12 * 4 + FLOATS, 'partial': 3 * 4}
 
 
+def test_examples_of_unknown_size():
+    """A row of what they are reshaped to may be a part of an example, unless `set_shape` tells."""
+
+    def model_fn(features, labels, mode):
+        net = tf.layers.dense(tf.reshape(features, [-1, 3]), 1)
+        return by_sgd(mode, tf.reduce_mean(net - labels))
+
+    def reasons(*shape):
+        def with_shape(features, labels):
+            features = tf.py_function(lambda x: x, [features], tf.float32)
+            features.set_shape(shape)
+            return features, labels
+
+        found = explain(model_fn, input_fn=lambda: batch_of(12)().map(with_shape))
+        return {op.name: op.why for op in found.once}
+
+    assert 'Reshape' not in reasons(None, 3)
+    assert re.search(r'may mix .*, as the shape \(.*\) does not', reasons(None, None)['Reshape'])
+
+
 def test_lines_are_those_of_the_program():
     """Of the deepest of its own functions; not of an installed library."""
 

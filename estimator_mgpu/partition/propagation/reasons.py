@@ -6,7 +6,7 @@ It's the first that there is of these:
 - What the op's rule says: that its loop's steps depend on the examples, say.
 - The reason of an op that runs once and gives this one an input. So a whole stretch of the graph
   has the reason of its first op.
-- That its type has no rule, or that it needs all examples.
+- That its type has no rule, or that it needs all examples, or may need them.
 
 If an op is given a tensor of the batch that can't be sharded, as its rank is unknown, the engine
 tells that instead.
@@ -21,6 +21,7 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.partition.placements import REPLICATE, NotGatherable, Placement, rows_of
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import has_rule
+from estimator_mgpu.tf_internals import op_types
 from estimator_mgpu.tf_internals.v1_loops import OpOrLoop, passed_on
 
 
@@ -54,6 +55,11 @@ def default_reason(scope: Scope, op: tf.Operation, placements: Sequence[Placemen
     if not has_rule(op.type):
         return f'no rule for {op.type}'
     of_batch = all(rows_of(placement) in (None, scope.batch) for placement in placements)
+    if of_batch and op.type == op_types.RESHAPE and not op.inputs[0].shape[1:].is_fully_defined():
+        return (
+            f'this Reshape may mix examples, as the shape {op.inputs[0].shape} does not say how '
+            'large they are: tell it by set_shape'
+        )
     if of_batch:
         return f'this {op.type} needs all examples'
     return f"the examples of this {op.type}'s inputs may not be the batch's"
