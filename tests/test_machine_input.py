@@ -286,7 +286,9 @@ def test_no_machine_reads_sparse_tensors_for_others():
         features, labels = read_sparse(PARTS['even'])()
         spec = estimator_mgpu.replicate(lookups, devices=DEVICES)(features, labels, TRAIN)
         needed = graphs.ancestors([spec.train_op, spec.loss.op])
-        joined = [part.op for sparse in features.values() for part in (sparse.indices, sparse.values)]
+        joined = [
+            part.op for sparse in features.values() for part in (sparse.indices, sparse.values)
+        ]
         assert len(joined) == 6 and not needed.intersection(joined)
 
 

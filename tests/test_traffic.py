@@ -87,7 +87,9 @@ def several_words(rows, seed):
 
 
 @pytest.mark.parametrize(
-    'features', [benchmark_models.click_features(words=5000), several_words], ids=['dense', 'sparse']
+    'features',
+    [benchmark_models.click_features(words=5000), several_words],
+    ids=['dense', 'sparse'],
 )
 def test_ids_and_their_rows_once(features, three_machines):
     """Each machine prepares the ids of its own examples, so it sends no features of them."""
