@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.placements import (
     REPLICATE,
     Partial,
@@ -246,6 +247,8 @@ def _are_different(indices: tf.Tensor) -> bool:
       indices: those of which towers have their own.
     """
     op = indices.op
+    if len(parts_of(indices)) > 1:
+        return True  # Machines have read them, each its own part of the batch's.
     if op.type == 'SparseConcat':
         return all(map(_are_different, op.inputs[: op.get_attr('N')]))
     if op.type == 'GatherV2' and before_arrangement(op.inputs[1]).op.type != 'Where':
