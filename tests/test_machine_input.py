@@ -245,7 +245,7 @@ def read_sparse(sizes, prepare=to_sparse):
 
 def lookups(features, labels, mode):
     """Sums of a table's rows, of words, and of values, and what depends on sizes."""
-    ids, word_ids = features['id'], features['word']
+    ids, word_ids = features['id'], tf.sparse.reorder(features['word'])
     table = weights('table', 50, 4)
     of_words = weights('of_words', 20, 4)
     word_ids = word_ids.with_values(tf.strings.to_hash_bucket_fast(word_ids.values, 20))
