@@ -31,8 +31,8 @@ GPUS = [f'/device:GPU:{i}' for i in range(4)]
 def test_one_large_value_by_hand():
     """Of 9 MB on the first of four devices, beside another value: in three slices.
 
-    The owner sends the first slice to all, the second one to 1, which sends it to 2 and 3, and the
-    third one to 2, which sends it to 1 and 3. So the owner sends five times 3 MB. With its gradient
+    The owner sends the first slice to all, the second one to device 1, which sends it to 2 and 3,
+    and the third one to 2, which sends it to 1 and 3. So the owner sends five times 3 MB. With its gradient
     of 9 MB, 1 sends 15 MB, too, and so does 2. In a ring, it would be 13.5 MB.
     """
     found = Slices({'w': Sent(9 * MB, GPUS[0], True), 'bias': Sent(4, GPUS[3], True)}, GPUS)
@@ -255,7 +255,7 @@ def count(sent, devices):
     return nodes
 
 
-@pytest.mark.parametrize('devices', [3, 4, 7, 8, 12, 16, 64])
+@pytest.mark.parametrize('devices', [3, 4, 5, 6, 7, 8, 12, 16, 64])
 @pytest.mark.parametrize('sizes', [resnet, bert, vgg], ids=lambda f: f.__name__)
 def test_on_paper(sizes, devices):
     """Bytes in and out of each device, relative to a ring; each variable is on the emptiest."""

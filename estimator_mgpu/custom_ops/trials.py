@@ -103,8 +103,8 @@ def _check_kernels(session: tf.Session) -> None:
         session.run(tf.no_op())
     except tf.errors.OpError as error:
         raise AssertionError(
-            f'A rule makes an op that TensorFlow has no kernel for: {reason(error)}. Is its '
-            'reduction one for such dtypes? A mean of integers is not.'
+            f'A rule makes an op that TensorFlow has no kernel for: {reason(error)}. A mean '
+            'of integers, for example, has none: give the rule another reduction.'
         ) from error
 
 

@@ -20,12 +20,12 @@ class Vector(NamedTuple):
     Attributes:
       name: of the tensor.
       device: its own.
-      node: the device of trees that shares the memory of that one.
+      member: the device of trees that shares the memory of that one.
     """
 
     name: str
     device: str
-    node: str
+    member: str
 
 
 def add_up(
@@ -41,12 +41,12 @@ def add_up(
     Returns:
       The sum of each slice, on the owner.
     """
-    pieces = [(vector.node, _split(nodes, slices, vector)) for vector in vectors]
+    pieces = [(vector.member, _split(nodes, slices, vector)) for vector in vectors]
     sums = []
     for number, (_, tree) in enumerate(slices):
         summands = defaultdict[str, list[str]](list)
-        for node, of_vector in pieces:
-            summands[node].append(of_vector[number])
+        for member, of_vector in pieces:
+            summands[member].append(of_vector[number])
         for device, above in reversed(tree.items()):
             summands[above].append(nodes.sum(summands[device], device))
         sums.append(nodes.sum(summands[owner], owner))
@@ -64,8 +64,8 @@ class Handed:
     def __init__(self, nodes: NodeBuilder, slices: Sequence[Slice], value: Vector):
         self._nodes = nodes
         self._slices = slices
-        self._pieces = [{value.node: piece} for piece in _split(nodes, slices, value)]
-        self._values = {value.node: value.name}
+        self._pieces = [{value.member: piece} for piece in _split(nodes, slices, value)]
+        self._values = {value.member: value.name}
 
     def on(self, device: str) -> str:
         """The value on a device of the trees, as a vector."""

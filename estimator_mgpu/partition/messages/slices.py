@@ -3,7 +3,7 @@
 Each step, a variable's owner sends its value to all other devices, and receives a gradient from
 each. If all devices own equally many bytes, each of them sends and receives as much as in a ring.
 But one variable may be larger than all others together. Then it's cut into slices. The owner sends
-each slice to a device or two, which hand it on; and on the way back, they add up its gradient:
+each slice to one device or more, which hand it on; and on the way back, they add up its gradient:
 
     owner --> device 1: slice 1 --> all other devices
           --> device 2: slice 2 --> all other devices
@@ -98,9 +98,9 @@ class Slices:
 
     def __init__(self, sent: Mapping[str, Sent], devices: Sequence[str]):
         self._sent = sent
-        self._nodes: dict[str, str] = {}  # by memory, the first device
+        self._members: dict[str, str] = {}  # by memory, the first device
         for device in devices:
-            self._nodes.setdefault(memory_of(device), device)
+            self._members.setdefault(memory_of(device), device)
         self._trees = self._make_trees()
         self._trees_of_sums = defaultdict[tuple[int, str], list[Sequence[Tree]]](list)
         for name, value in sent.items():
@@ -125,17 +125,17 @@ class Slices:
 
     def is_in_trees(self, device: str) -> bool:
         """Whether slices get to the memory of a device: the host of GPUs, say, is in no tree."""
-        return memory_of(device) in self._nodes
+        return memory_of(device) in self._members
 
-    def node(self, device: str) -> str:
+    def member(self, device: str) -> str:
         """The device in the trees that shares the memory of a device; itself if there is none."""
-        return self._nodes.get(memory_of(device), device)
+        return self._members.get(memory_of(device), device)
 
     def _make_trees(self) -> dict[str, list[Tree]]:
         """Makes the trees of the slices of each value that is sliced, by name."""
         unsliced = Counter[str]()
         for value in self._sent.values():
-            unsliced[self.node(value.owner)] += value.size
+            unsliced[self.member(value.owner)] += value.size
         total = sum(unsliced.values())
         large = self._find_large(unsliced, total)
         trees: dict[str, list[Tree]] = {name: [] for name in large}
@@ -144,10 +144,10 @@ class Slices:
             # sends the gradients. That's at most twice as many messages as values if
             #     count * len(large) + len(sent) - len(large) <= 2 * len(sent)
             count = min(_MOST_SLICES, 1 + len(self._sent) // len(large))
-            room = Room(list(self._nodes.values()), unsliced, total)
+            room = Room(list(self._members.values()), unsliced, total)
             for name in large * count:
                 size, owner, _ = self._sent[name]
-                trees[name].append(room.tree(self.node(owner), size / count))
+                trees[name].append(room.tree(self.member(owner), size / count))
         return trees
 
     def _find_large(self, unsliced: Counter[str], total: int) -> list[str]:
@@ -157,7 +157,7 @@ class Slices:
           unsliced: by owner, the bytes of all its values. Those of sliced ones are subtracted.
           total: of all.
         """
-        count = len(self._nodes)
+        count = len(self._members)
         if count < 3:  # Two devices send and receive the same, whichever owns what.
             return []
         candidates = defaultdict[str, list[str]](list)  # by owner, the smallest first
@@ -165,7 +165,7 @@ class Slices:
             value = self._sent[name]
             is_large = value.size * (count - 1) > _SMALL
             if value.is_sliceable and is_large and self.is_in_trees(value.owner):
-                candidates[self.node(value.owner)].append(name)
+                candidates[self.member(value.owner)].append(name)
 
         large: list[str] = []
         while unsliced:
@@ -179,5 +179,7 @@ class Slices:
 
 def _in_entries(trees: Sequence[Tree], entries: int) -> list[Slice]:
     """Slices of a value of so many entries, about equally many for each tree."""
-    ends = [entries * number // len(trees) for number in range(len(trees) + 1)] if trees else []
+    if not trees:
+        return []
+    ends = [entries * number // len(trees) for number in range(len(trees) + 1)]
     return [Slice(end - start, tree) for start, end, tree in zip(ends, ends[1:], trees)]

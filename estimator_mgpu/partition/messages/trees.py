@@ -4,8 +4,8 @@
     gradient    owner <-- a <-- b, c        Each adds up its own and those of the devices below it.
 
 So a device receives as many bytes as it sends: the slice once, from and to the one above it, and
-once more for each device below it. Each slice has another tree, so that the devices that have many
-below them in one are at the bottom of others.
+once more for each device below it. Each slice has another tree: in each, the devices that have sent
+least so far have most below them.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from estimator_mgpu.devices import machine_of
 
-# What the busiest device or machine is to send, relative to a ring; in whole slices, it may be some
-# more. Devices of several machines may send more, as their own links are faster than those between
-# machines.
+# How many times a ring's bytes the busiest device, or machine, is to send. As slices stay whole, it
+# may send up to half of one more.
 _OF_A_RING = 1.04
-_BESIDE_MACHINES = 1.2
+_BESIDE_MACHINES = 1.2  # a device of several machines, as links between these are slower
 
 Tree = dict[str, str]
 """The device above each one but the owner. Devices come after the one above them."""
 
 
 def room_of(unsliced: float, total: float, count: int, of_a_ring: float) -> float:
-    """How many bytes a device, or a machine, may send of slices of others' values.
+    """How many bytes a device, or a machine, may still send of slices to those below it.
 
-    A place sends each value once, or its gradient. Those of its own that aren't sliced, it sends
-    not to one place, but to all others.
+    Anyhow, it sends the gradients of others' values, and each of its own values to all others if
+    that isn't sliced: so each value once, or its gradient, and what isn't sliced `count - 2` times
+    more.
 
     Args:
-      unsliced: the bytes of these.
+      unsliced: the bytes of its own values that aren't sliced.
       total: of all values.
-      count: how many places there are.
-      of_a_ring: what a place may send, relative to a ring of all.
+      count: how many devices there are, or machines.
+      of_a_ring: what it may send in all, relative to a ring of them.
     """
     ring = 2 * total * (count - 1) / count
     return of_a_ring * ring - total - unsliced * (count - 2)
@@ -58,8 +58,10 @@ class Room:
         self._room = {
             device: room_of(unsliced[device], total, len(devices), of_a_ring) for device in devices
         }
-        for machine, own in self._machines.items():
-            of_machine = sum(unsliced[device] for device in own)
+        for machine in self._machines:
+            of_machine = sum(
+                size for owner, size in unsliced.items() if machine_of(owner) == machine
+            )
             self._room[machine] = room_of(of_machine, total, len(self._machines), _OF_A_RING)
 
     def tree(self, owner: str, size: float) -> Tree:
@@ -72,7 +74,7 @@ class Room:
           size: of the slice, in bytes.
         """
         tree = _Tree(owner, size, self._room)
-        # It sends no gradient of the slice.
+        # `room_of` has counted a gradient of the slice, which the owner sends to nobody.
         self._room[owner] += size
         self._room[machine_of(owner)] += size
         others = dict(self._machines)

@@ -159,7 +159,7 @@ class LocalParts:
 
         first, *others = parts_of(self._graph.get_tensor_by_name(need.indices))
         pieces = [self._positions_in(first, need, tower)]
-        counts = []  # how many entries each part has
+        counts = []  # of the entries of the parts before
         before = first
         for part in others:
             shape = self._nodes.add('Shape', [before.name], before.device, out_type=tf.int64)

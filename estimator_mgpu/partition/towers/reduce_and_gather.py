@@ -151,8 +151,8 @@ def sum_in_slices(
         running = _combine_chain(shards, chain, values, 'sum')
         source = chain[0].device
         vector = nodes.add('Reshape', [running, [-1]], source)
-        vectors.append(exchange.Vector(vector, source, slices.node(source)))
-    sums = exchange.add_up(nodes, slices_of_sum, vectors, slices.node(device))
+        vectors.append(exchange.Vector(vector, source, slices.member(source)))
+    sums = exchange.add_up(nodes, slices_of_sum, vectors, slices.member(device))
     return nodes.add('Reshape', [nodes.concat(sums, 0, device), list(shape)], device)
 
 

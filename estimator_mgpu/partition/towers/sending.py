@@ -58,8 +58,8 @@ class Sender:
         full = self._values.full(tensor)
         source = self._values.origins.device_of_full(tensor)
         slices = self._slices.of_value(tensor.name, tensor.shape.num_elements() or 0)
-        owner, node = self._slices.node(source), self._slices.node(device)
-        if not slices or node == owner or not self._slices.is_in_trees(device):
+        owner, member = self._slices.member(source), self._slices.member(device)
+        if not slices or member == owner or not self._slices.is_in_trees(device):
             return self.send(full, source, device)
 
         with self._nodes.serving(tensor.op):
@@ -67,5 +67,5 @@ class Sender:
                 flat = self._nodes.add('Reshape', [full, [-1]], source)
                 value = Vector(flat, source, owner)
                 self._handed[tensor.name] = Handed(self._nodes, slices, value)
-            vector = self._handed[tensor.name].on(node)
+            vector = self._handed[tensor.name].on(member)
             return self._nodes.add('Reshape', [vector, tensor.shape.as_list()], device)
