@@ -32,8 +32,8 @@ def test_one_large_value_by_hand():
     """Of 9 MB on the first of four devices, beside another value: in three slices.
 
     The owner sends the first slice to all, the second one to device 1, which sends it to 2 and 3,
-    and the third one to 2, which sends it to 1 and 3. So the owner sends five times 3 MB. With its gradient
-    of 9 MB, 1 sends 15 MB, too, and so does 2. In a ring, it would be 13.5 MB.
+    and the third one to 2, which sends it to 1 and 3. So the owner sends five times 3 MB. With its
+    gradient of 9 MB, 1 sends 15 MB, too, and so does 2. In a ring, it would be 13.5 MB.
     """
     found = Slices({'w': Sent(9 * MB, GPUS[0], True), 'bias': Sent(4, GPUS[3], True)}, GPUS)
     slices = found.of_value('w', 9 * MB)
