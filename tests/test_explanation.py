@@ -227,6 +227,19 @@ def test_updates_of_a_table_give_nothing(behavior):
     assert sum(op.share for op in explain(model_fn).once) < 0.05
 
 
+def test_updates_of_all_of_a_table_are_not_of_the_batch(behavior):
+    """Adam updates all rows of a table, of which the batch has a few."""
+
+    def model_fn(features, labels, mode):
+        ids = tf.cast(features[:, 0], tf.int32)
+        found = tf.nn.embedding_lookup(tf.get_variable('table', [1000, 3]), ids)
+        loss = tf.reduce_mean(tf.square(tf.reduce_sum(found, 1) - labels[:, 0]))
+        return spec_of(mode, loss, tf.train.AdamOptimizer(0.1).minimize(loss, step()))
+
+    scopes = explain(model_fn).scopes
+    assert 0 < scopes['Adam']['once'] < 1000 * 3 * 4
+
+
 @pytest.mark.core
 def test_what_runs_once():
     """`tf.sort` sorts what was transposed, by `TopKV2`, and transposes that: values and indices."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import tensorflow.compat.v1 as tf
@@ -43,9 +43,13 @@ Works = Mapping[tf.Operation, Work]
 def works_of(plan: Plan) -> Works:
     """The work of each op that depends on the batch: of sharded ones, and of those that run once.
 
-    The work of a v1 loop is that of one of the ops that give its results.
+    The work of a v1 loop is that of one of the ops that give its results. What is computed of a
+    variable alone, such as Adam's update of all rows of a table, is computed of no batch, also
+    after the variable's update.
     """
-    works = {op: _work_of(op) for op in plan.order if op.name in plan.ops or op.name in plan.once}
+    batch = [op for op in plan.order if op.name in plan.ops or op.name in plan.once]
+    of_updated_variables = _of_updated_variables(plan, batch)
+    works = {op: _work_of(op) for op in batch if op not in of_updated_variables}
     inside: dict[str, list[tf.Operation]] = defaultdict(list)  # by the names of outermost loops
     for name, frames in plan.frames.items():
         op = plan.order[0].graph.get_operation_by_name(name)
@@ -56,6 +60,19 @@ def works_of(plan: Plan) -> Works:
             members = inside.pop(plan.frames[op.name][0].name, [])
             works[op] = _added([works[op], *map(_work_of, members)])
     return works
+
+
+def _of_updated_variables(plan: Plan, batch: Sequence[tf.Operation]) -> Set[tf.Operation]:
+    """Those of the ops that depend on the batch that only do by updates of reference variables.
+
+    An update of a reference variable gives the variable. A resource's value is read after it.
+    """
+    found: set[tf.Operation] = set()
+    for op in batch:
+        given = [i for i in op.inputs if i.op.name in plan.ops or i.op.name in plan.once]
+        if given and all(graphs.is_reference_variable(i) or i.op in found for i in given):
+            found.add(op)
+    return found
 
 
 def _work_of(op: tf.Operation) -> Work:
