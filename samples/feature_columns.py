@@ -2,6 +2,7 @@
 
     python feature_columns.py
     python feature_columns.py --models=one_table,strings --devices=4 --ops=10
+    python feature_columns.py --models=one_table --devices=4 --parts=4
 
 Times are those of TensorFlow's trace (`RunMetadata`), without the ops that only send or receive.
 With four devices, 25% is a perfect split.
@@ -23,6 +24,7 @@ _NO_WORK = ('_Recv', '_Send', '_HostRecv', '_HostSend', 'NoOp')
 flags.DEFINE_list('models', list(feature_columns_models.MODELS), 'Models to run.')
 flags.DEFINE_list('devices', ['2', '4', '8'], 'Numbers of logical CPU devices.')
 flags.DEFINE_integer('examples', 2048, 'Examples in a batch.', lower_bound=8)
+flags.DEFINE_integer('parts', 1, 'Parts of each table, made by a partitioner.', lower_bound=1)
 flags.DEFINE_integer('steps', 20, 'Steps that are measured.', lower_bound=1)
 flags.DEFINE_integer('ops', 0, 'How many of the longest ops of the busiest device to list.')
 flags.register_validator(
@@ -32,8 +34,8 @@ flags.register_validator(
 )
 
 
-def op_times(name, devices, rows, steps):
-    """Runs steps of a model.
+def op_times(name, devices, rows, steps, parts=1):
+    """Runs steps of a model, whose tables have so many parts.
 
     Returns:
       Microseconds by device, type of op and name: the fewest of all steps, as other programs may
@@ -42,7 +44,7 @@ def op_times(name, devices, rows, steps):
     options = tf.RunOptions(trace_level=tf.RunOptions.FULL_TRACE)
     fewest = {}
     with tf.Graph().as_default():
-        train_op, feed = feature_columns_models.build(name, devices, rows)
+        train_op, feed = feature_columns_models.build(name, devices, rows, parts)
         with tf.Session(config=estimator_mgpu.session_config(devices)) as session:
             session.run([tf.global_variables_initializer(), tf.tables_initializer()])
             for _ in range(steps):
@@ -81,7 +83,7 @@ def main(argv):
     for name in FLAGS.models:
         shares, longest = [], []
         for number in numbers:
-            times = op_times(name, number, FLAGS.examples, FLAGS.steps)
+            times = op_times(name, number, FLAGS.examples, FLAGS.steps, FLAGS.parts)
             device, share = busiest(times)
             shares.append(share)
             of_device = collections.Counter(

@@ -92,8 +92,11 @@ MODELS = {
 }
 
 
-def build(name, devices, rows):
+def build(name, devices, rows, parts=1):
     """Adds a model to the default graph: three layers on top of the columns.
+
+    Args:
+      parts: into how many parts each table is split.
 
     Returns:
       Its train_op, and what feeds it.
@@ -110,7 +113,9 @@ def build(name, devices, rows):
         feed[placeholders[key]] = value
 
     def model_fn(features):
-        net = column.input_layer(features, columns)
+        partitioner = tf.fixed_size_partitioner(parts) if parts > 1 else None
+        with tf.variable_scope('columns', partitioner=partitioner):
+            net = column.input_layer(features, columns)
         for units in (256, 128):
             net = tf.layers.dense(net, units, tf.nn.relu)
         loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1) - 1))

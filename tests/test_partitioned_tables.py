@@ -14,7 +14,7 @@ from models import LazyAdam, floats, sgd, spec_of, step, weights
 from test_rules import SAMPLES as SAMPLES_OF_RULES
 from test_rules import Batch
 from test_samples import run_python
-from towers import compare, nodes_of_a_step, session
+from towers import compare, compare_predictions, nodes_of_a_step, session
 
 ROWS_OF_TABLE = 11
 PARTS = tf.fixed_size_partitioner(3)
@@ -160,6 +160,48 @@ def test_parts_of_parts():
         return spec_of(mode, loss, sgd(loss))
 
     compare(model_fn, [(floats(9, 3), floats(9, 1))] * 2, 4, static=False)
+
+
+def of_parts_of_ids(features):
+    """What belongs to a part of different ids; that of several ids may be the same."""
+    ids, places = tf.unique(tf.reshape(features, [-1]))
+    part, _ = tf.dynamic_partition(ids % 3, tf.cast(ids // 2 % 2, tf.int32), 2)
+    different, places_in_part = tf.unique(part)
+    rows = tf.nn.embedding_lookup(tf.get_variable('table', [ROWS_OF_TABLE, 4]), ids)
+    more = tf.gather(tf.get_variable('more', [3, 4]), different)
+    loss = tf.reduce_sum(tf.square(tf.gather(more, places_in_part) + 1)) + tf.reduce_sum(more)
+    return tf.gather(rows, places), loss, different, part
+
+
+def of_parts_of_parts(features):
+    """A table in two parts of two parts each: the gradient is summed by id in each."""
+    ids, places = tf.unique(tf.reshape(features, [-1]))
+    positions, rows = [], []
+    is_odd = tf.cast(ids % 2, tf.int32)
+    halves = tf.dynamic_partition(ids, is_odd, 2)
+    for i, half in enumerate(tf.dynamic_partition(tf.range(tf.size(ids)), is_odd, 2)):
+        which = tf.cast(halves[i] // 2 % 2, tf.int32)
+        quarters = tf.dynamic_partition(halves[i], which, 2)
+        for j, quarter in enumerate(tf.dynamic_partition(half, which, 2)):
+            positions.append(quarter)
+            rows.append(tf.gather(tf.get_variable(f'table{i}{j}', [3, 4]), quarters[j] // 4))
+    of_ids = tf.dynamic_stitch(positions, rows)
+    return tf.gather(of_ids, places), tf.reduce_sum(rows[1]), halves[0], of_ids
+
+
+@pytest.mark.parametrize('forward', [of_parts_of_ids, of_parts_of_parts])
+@pytest.mark.parametrize(('rows', 'devices'), [(7, 3), (2, 3)], ids=['3 towers', 'an empty one'])
+def test_parts_of_different_ids(forward, rows, devices, behavior):
+    def model_fn(features, labels, mode):
+        found, more_loss, *fetched = forward(features)
+        loss = from_rows(tf.reshape(found, [-1, 3, 4]), labels) + more_loss
+        if mode == tf.estimator.ModeKeys.PREDICT:
+            outputs = {f'output{i}': tensor for i, tensor in enumerate(fetched)}
+            return tf.estimator.EstimatorSpec(mode, predictions=outputs)
+        return spec_of(mode, loss, adagrad(loss))
+
+    _, one = compare(model_fn, ids_and_labels(rows), devices, static=False)
+    compare_predictions(model_fn, ids_and_labels(rows), devices, static=False, values=one.values)
 
 
 def test_positions_are_put_where_they_say():

@@ -152,3 +152,15 @@ def test_lookups_of_a_table_run_where_it_is():
     lookups = [node.device for node in nodes if node.op == 'ResourceGather']
     assert len(lookups) == 26 * 4 and len(set(lookups)) == 4
     assert max(map(lookups.count, lookups)) <= 7 * 4
+
+
+def test_the_update_of_a_part_runs_where_it_is():
+    """Its ids are put together there, and the gradients of these are added up."""
+    with tf.Graph().as_default():
+        train_op, feed = feature_columns_models.build('one_table', 4, 16, parts=4)
+        with towers.session(4) as session:
+            session.run(tf.global_variables_initializer())
+            nodes = towers.nodes_of_a_step(session, train_op, feed)
+    for kind in ('Unique', 'UnsortedSegmentSum', 'ResourceSparseApplyAdagrad'):
+        devices = [node.device for node in nodes if node.op == kind]
+        assert len(set(devices)) == 4 and len({devices.count(d) for d in devices}) == 1, kind

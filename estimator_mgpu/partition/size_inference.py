@@ -19,8 +19,9 @@ from estimator_mgpu.partition.placements import Shard
 from estimator_mgpu.partition.sizes import (
     ONE,
     Dim,
+    EntriesOfIds,
     Entry,
-    PickedIds,
+    PartOfIds,
     RowSpace,
     SelectedRows,
     Size,
@@ -141,6 +142,7 @@ class Sizes:
         outputs: Sequence[tf.Tensor],
         rows: RowSpace,
         kind: type[SelectedRows] = SelectedRows,
+        is_partition: bool = False,
     ) -> tuple[SelectedRows, ...]:
         """The row spaces of the selections that are made of rows.
 
@@ -150,16 +152,17 @@ class Sizes:
           outputs: tensors with the entries, one for each selection.
           rows: what the selections are made of.
           kind: which row spaces they are, unless they are made of different ids.
+          is_partition: whether each entry is in one selection.
         """
-        picked_from = None
-        if isinstance(rows, SelectedRows) and not rows.is_ordered:
-            picked_from = rows
-        if isinstance(rows, UniqueRows):
-            kind = PickedIds
-        made = [
-            kind(selection.name, None, origin_of(rows), picked_from=picked_from)
-            for selection in outputs
-        ]
+        more: dict[str, Any] = {}
+        if is_partition and isinstance(rows, UniqueRows) and not isinstance(rows, EntriesOfIds):
+            kind = PartOfIds
+            more = {'picked_from': rows, 'is_sorted': rows.is_sorted}
+        elif isinstance(rows, UniqueRows):
+            kind = EntriesOfIds
+        elif isinstance(rows, SelectedRows) and not rows.is_ordered:
+            more = {'picked_from': rows}
+        made = [kind(selection.name, None, origin_of(rows), **more) for selection in outputs]
         return self.same_for((key, rows), tuple(made))
 
     def selection_of(self, key: Hashable, rows: RowSpace) -> SelectedRows | None:

@@ -129,12 +129,30 @@ class UniqueRows(SelectedRows):
     def is_ordered(self) -> bool:
         return True
 
+    def are_in(self, name: str) -> bool:
+        """Whether a tensor of this name has the ids, rather than something that belongs to them."""
+        return type(self) is UniqueRows and name == self.name
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PickedIds(UniqueRows):
-    """Some of different ids, such as those whose rows are in one part of a table.
+class PartOfIds(UniqueRows):
+    """A part of different ids, such as those whose rows are in one part of a table.
 
-    Other ops than those of towers are given what the user's own op picks of all of them.
+    They start with something that belongs to them, and are `picked_from` all ids.
+    """
+
+    @property
+    def whole(self) -> UniqueRows:
+        """The ids of all parts."""
+        assert isinstance(self.picked_from, UniqueRows)
+        return self.picked_from
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EntriesOfIds(UniqueRows):
+    """Entries that are picked of what belongs to different ids: an id may have several.
+
+    Other ops than those of towers are given what the user's own op picks.
     """
 
 

@@ -312,4 +312,9 @@ class NodeBuilder:
 
 def second_output(first: str) -> str:
     """The name of a node's second output, of the first, which `NodeBuilder.add` has returned."""
-    return f'{first.removesuffix(":0")}:1'
+    return output_of(first, 1)
+
+
+def output_of(first: str, index: int) -> str:
+    """The name of another output of a node, of the first one's."""
+    return f'{first.removesuffix(":0")}:{index}'

@@ -139,7 +139,7 @@ def _partition(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) 
         return None  # Only positions tell the order of these rows in the batch.
 
     key = which.name, op.type, len(op.outputs)
-    selections = sizes.selections(key, op.outputs, rows)
+    selections = sizes.selections(key, op.outputs, rows, is_partition=True)
     need: Need
     outputs: list[Placement]
     if is_range(data, sizes):

@@ -31,6 +31,7 @@ from estimator_mgpu.partition.plan import (
     Slice,
     local_shape_by_rows,
 )
+from estimator_mgpu.partition.rules import shapes
 from estimator_mgpu.partition.rules.selections import before_arrangement, of_rows
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, SelectedRows, Size, UniqueRows, origin_of
@@ -55,7 +56,7 @@ def _unique(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> 
     if factor is None or (isinstance(rows, SelectedRows) and factor != ONE):
         return None  # Each entry has one id.
     if isinstance(rows, UniqueRows):
-        if before_arrangement(op.inputs[0]).name != rows.name:
+        if not rows.are_in(before_arrangement(op.inputs[0]).name):
             return None  # What is computed of different ids may be the same.
         dims = [[rows.size], [rows.size]]
         return Decision(OpPlan((LOCAL,)), [Shard(0, rows), PlacesOfIds(rows, rows)], dims)
@@ -123,19 +124,25 @@ def decide_of_sums_by_id(
     if not dims or dims[0] != ids.size:
         return None
     if op.type == op_types.RESHAPE:
-        return _reshaped_sums_by_id(ids, sizes.entries(op.inputs[1]))
+        return _reshaped_sums_by_id(op, ids, dims, sizes)
     if op.type == op_types.UNSORTED_SEGMENT_SUM:
         return _sums_of_sums(op, ids, placements[1], dims, sizes)
+    if op.type == 'GatherV2':
+        return _sums_of_picked_ids(op, ids, placements[1], dims, sizes)
     return None
 
 
-def _reshaped_sums_by_id(ids: UniqueRows, shape: Sequence[Size] | None) -> Decision | None:
+def _reshaped_sums_by_id(
+    op: tf.Operation, ids: UniqueRows, dims: Sequence[Size], sizes: Sizes
+) -> Decision | None:
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
-    local_shape = local_shape_by_rows(shape, ids)
-    # A tower without ids can't tell what -1 stands for, as it has no entries.
-    if not shape or local_shape is None or shape[0] != ids.size or Size(-1) in shape:
+    if not sizes.entries(op.inputs[1]):
         return None
-    return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [list(shape)])
+    new_dims = shapes.new_dims(op, dims, sizes)
+    local_shape = local_shape_by_rows(new_dims, ids)
+    if local_shape is None or new_dims[0] != ids.size:
+        return None
+    return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [new_dims])
 
 
 def _sums_of_sums(
@@ -159,6 +166,19 @@ def _sums_of_sums(
         return None  # If the batch tells the number, parts may be as large as what they're made of.
     plan = OpPlan((LOCAL, LOCAL, FULL))
     return Decision(plan, [Partial('sum', ids.origin)], [[*rows, *dims[1:]]])
+
+
+def _sums_of_picked_ids(
+    op: tf.Operation, ids: UniqueRows, positions: Placement, dims: Sequence[Size], sizes: Sizes
+) -> Decision | None:
+    """`GatherV2` at positions, as in the gradient of a table in parts: each part has some ids."""
+    if not isinstance(positions, Positions) or positions.rows is not ids:
+        return None
+    is_along_ids = sizes.numbers(op.inputs[2]) == [0] and op.get_attr('batch_dims') == 0
+    if not is_along_ids or sizes.rank(op.inputs[1]) != 1:
+        return None
+    placement = Partial('sum', positions.selection)
+    return Decision(OpPlan((LOCAL, LOCAL, FULL)), [placement], [[positions.count, *dims[1:]]])
 
 
 def _gradient(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:

@@ -16,7 +16,7 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import NotGatherable, Partial, Shard, rows_of
 from estimator_mgpu.partition.plan import Plan, RaggedRows
-from estimator_mgpu.partition.sizes import PickedIds
+from estimator_mgpu.partition.sizes import EntriesOfIds, UniqueRows
 from estimator_mgpu.tf_internals import graphs, op_types
 from estimator_mgpu.tf_internals.kernels import has_gpu_kernel, is_gpu
 
@@ -86,6 +86,10 @@ class Origins:
             return self._full_value_devices.get(tensor.name, self._first)
         return device_of(tensor.op) or (self._host if self._is_on_host(tensor) else '')
 
+    def device_of_ids(self, rows: UniqueRows) -> str:
+        """The device where the different ids of all towers are put together."""
+        return self._full_value_devices.get(rows.name, self._first)
+
     def _is_on_host(self, tensor: tf.Tensor) -> bool:
         """Whether a value without a device is on the host: of the batch, or a text, say."""
         if tensor.name in self.sources or tensor.name in self._row_splits:
@@ -117,5 +121,5 @@ def _gatherable(plan: Plan) -> set[str]:
         name
         for name, placement in plan.placements.items()
         if not isinstance(placement, NotGatherable)
-        and not isinstance(rows_of(placement), PickedIds)
+        and not isinstance(rows_of(placement), EntriesOfIds)
     }

@@ -19,6 +19,7 @@ from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
 from estimator_mgpu.partition.placements import Positions
 from estimator_mgpu.partition.sizes import (
     Dim,
+    EntriesOfIds,
     Largest,
     LongestRow,
     RowsBehind,
@@ -33,6 +34,7 @@ from estimator_mgpu.partition.towers import ragged_features
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.shards import EqualShards, SelectionShards, Shards
 from estimator_mgpu.partition.towers.sums_of_entries import SumsOfEntries
+from estimator_mgpu.partition.towers.unique_ids import MergedIds
 
 
 class LocalAndFull(Protocol):
@@ -57,6 +59,9 @@ class LocalAndFull(Protocol):
 
     def full(self, tensor: tf.Tensor) -> str:
         """The value for the global batch."""
+
+    def merged_ids(self, rows: UniqueRows) -> MergedIds:
+        """The different ids of all towers."""
 
 
 class ShardsOfRows:
@@ -118,14 +123,17 @@ class ShardsOfRows:
             first_dim = Dim(selection.name, 0)
             sizes = [self._symbol_value(first_dim, tower, tf.int32) for tower in self._towers]
         origin = self.of(rows.origin)
-        has_ids = isinstance(rows, UniqueRows)
-        count = functools.partial(self._count_ids, selection) if has_ids else None
-        return SelectionShards(rows, sizes, origin, count)
+        if not isinstance(rows, UniqueRows):
+            return SelectionShards(rows, sizes, origin)
+        return SelectionShards(rows, sizes, origin, functools.partial(self._count_ids, rows))
 
-    def _count_ids(self, ids: tf.Tensor) -> str:
-        """How many different ids all towers have together."""
-        full = self._values.full(ids)
-        device = self._origins.device_of_full(ids)
+    def _count_ids(self, rows: UniqueRows) -> str:
+        """How many different ids all towers have together, or entries of these."""
+        if not isinstance(rows, EntriesOfIds):
+            return self._values.merged_ids(rows).size
+        entries = self._graph.get_tensor_by_name(rows.name)
+        full = self._values.full(entries)
+        device = self._origins.device_of_full(entries)
         return self._nodes.add('Size', [full], device, out_type=tf.int32)
 
     def size(self, tensor: tf.Tensor) -> str:

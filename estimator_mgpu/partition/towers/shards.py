@@ -356,7 +356,7 @@ class SelectionShards(Shards):
         rows: SelectedRows,
         sizes: Sequence[Number],
         origin: Shards,
-        count: Callable[[], Number] | None,
+        count: Callable[[], Number] | None = None,
     ):
         super().__init__(rows, origin.towers, origin.nodes, origin.symbol_value)
         self._sizes = sizes

@@ -15,11 +15,12 @@ from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.messages.slices import Slices
-from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder
+from estimator_mgpu.partition.nodes.node_builder import Frames, NodeBuilder, output_of
 from estimator_mgpu.partition.placements import MOMENTS, Partial, Shard
 from estimator_mgpu.partition.plan import LoopFrame, Reduced, Slice
 from estimator_mgpu.partition.sizes import (
     ONE,
+    PartOfIds,
     RowSpace,
     SelectedRows,
     UniqueRows,
@@ -32,6 +33,7 @@ from estimator_mgpu.partition.towers.local_parts import LocalParts
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.row_spaces import ShardsOfRows
 from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.unique_ids import MergedIds
 from estimator_mgpu.tf_internals import op_types
 
 
@@ -216,39 +218,46 @@ class Values:
         """The full value of what belongs to different ids: sums by id, or one value of each id."""
         rows = placement.rows
         assert isinstance(rows, UniqueRows)
-        origin = self.shards.of(rows.origin)
-        ids = self.division.graph.get_tensor_by_name(rows.name)
-        merged = unique_ids.merge(
-            origin,
-            [self.local(ids, tower) for tower in self.towers],
-            rows.is_sorted,
-            self._first_entries(rows, ids),
-            self.origins.device_of_full(ids),
-        )
-        if tensor.name == rows.name:
+        merged = self.merged_ids(rows)
+        if rows.are_in(tensor.name):
             return {tensor.name: merged.ids}
         combine = unique_ids.add_up if isinstance(placement, Partial) else unique_ids.take_one
-        return {tensor.name: combine(origin, merged, values, device)}
+        return {tensor.name: combine(self.shards.of(rows.origin), merged, values, device)}
 
-    def _first_entries(self, rows: UniqueRows, ids: tf.Tensor) -> list[str]:
-        """For each tower, with which entry of the batch each of its different ids comes first.
-
-        [] if entries are in the order of the rows: then those of a tower come before the next's.
-        """
-        if rows.picked_from is None:
-            return []
-        _, places = ids.op.outputs
-        firsts = []
+    def merged_ids(self, rows: UniqueRows) -> MergedIds:
+        """The different ids of all towers."""
+        all_ids = rows
+        while isinstance(all_ids, PartOfIds):
+            all_ids = all_ids.whole
+        ids = self.division.graph.get_tensor_by_name(all_ids.name)
+        of_towers, firsts = [], []
         for tower in self.towers:
-            local = self.local(ids, tower)
-            count = self.nodes.add('Size', [local], tower.device, out_type=tf.int32)
-            inputs = [
-                self.local_parts.numbers(rows.picked_from, tower),
-                self.local(places, tower),
-                count,
-            ]
-            firsts.append(self.nodes.add('UnsortedSegmentMin', inputs, tower.device))
-        return firsts
+            of_towers.append(self._part(rows, self.local(ids, tower), tower))
+            # If entries are in the order of the rows, those of a tower come before the next's.
+            if all_ids.picked_from is not None:
+                first = self._first_entries(ids, all_ids.picked_from, tower)
+                firsts.append(self._part(rows, first, tower))
+        origin = self.shards.of(rows.origin)
+        device = self.origins.device_of_ids(rows)
+        return unique_ids.merge(origin, of_towers, rows.is_sorted, firsts, device)
+
+    def _part(self, rows: UniqueRows, values: str, tower: Tower) -> str:
+        """What belongs to a part of a tower's different ids, of what belongs to all of them."""
+        if not isinstance(rows, PartOfIds):
+            return values
+        values = self._part(rows.whole, values, tower)
+        part = self.division.graph.get_tensor_by_name(rows.name)
+        inputs = [values, self.local(part.op.inputs[1], tower)]
+        count = part.op.get_attr('num_partitions')
+        first = self.nodes.add('DynamicPartition', inputs, tower.device, num_partitions=count)
+        return output_of(first, part.value_index)
+
+    def _first_entries(self, ids: tf.Tensor, entries: SelectedRows, tower: Tower) -> str:
+        """With which entry of the batch each of a tower's different ids comes first."""
+        _, places = ids.op.outputs
+        count = self.nodes.add('Size', [self.local(ids, tower)], tower.device, out_type=tf.int32)
+        inputs = [self.local_parts.numbers(entries, tower), self.local(places, tower), count]
+        return self.nodes.add('UnsortedSegmentMin', inputs, tower.device)
 
     def _dead_as(self, tensor: tf.Tensor, size: str) -> str:
         """A size that is dead if the op that asked for it is: in a branch that isn't taken.
