@@ -201,7 +201,7 @@ def bytes_needed(variable, words, devices):
 
     Args:
       variable: a table of the words of a column, or another variable.
-      words: by column, those of the global batch, dense or sparse.
+      words: by column, those of the global batch, dense, sparse or ragged.
       devices: those of towers.
     """
     home = machine_of(variable.device)
@@ -211,7 +211,12 @@ def bytes_needed(variable, words, devices):
 
     rows, width = variable.shape.as_list()
     words = words[column[0]]
-    if isinstance(words, tf.SparseTensorValue):
+    if isinstance(words, tf.ragged.RaggedTensorValue):
+        count = len(words.row_splits) - 1
+        lengths = np.diff(words.row_splits)
+        tower_of_word = np.repeat(np.arange(count) * len(devices) // count, lengths)
+        words = words.values
+    elif isinstance(words, tf.SparseTensorValue):
         tower_of_word = words.indices[:, 0] * len(devices) // words.dense_shape[0]
         words = words.values
     else:

@@ -361,6 +361,164 @@ def test_as_many_weights_as_ids_on_each_machine(three_machines):
         train(read_sparse(PARTS['even'], unequal), replicated, three_machines)
 
 
+def to_ragged(features, labels):
+    """Ragged tensors; values may have a dimension more, and row splits may be int32."""
+    ids = tf.RaggedTensor.from_tensor(features['id'], padding=tf.constant(0, tf.int64))
+    words = tf.RaggedTensor.from_tensor(features['word'], padding='')
+    vectors = ids.with_values(tf.cast(tf.stack([ids.values, -ids.values], 1), tf.float32) / 50)
+    return {'id': ids, 'word': words.with_row_splits_dtype(tf.int32), 'vector': vectors}, labels
+
+
+def of_ragged(features, labels, mode):
+    """Sums of a table's rows, of words, and of vectors, and what depends on sizes."""
+    ids, words, vectors = (features[name] for name in ('id', 'word', 'vector'))
+    of_ids = tf.gather(weights('table', 50, 4), ids)
+    net = tf.reduce_sum(of_ids, 1) + tf.reduce_max(of_ids.to_tensor(shape=[None, 3, 4]), 1)
+    word_ids = tf.ragged.map_flat_values(tf.strings.to_hash_bucket_fast, words, 20).to_sparse()
+    of_words = weights('of_words', 20, 4)
+    net += tf.nn.safe_embedding_lookup_sparse([of_words], word_ids, combiner='sqrtn')
+    net += tf.matmul(tf.reduce_sum(vectors.to_tensor(), 1), weights('u', 2, 4))
+    width = tf.cast(tf.shape(ids.to_tensor())[1], tf.float32)
+    values = tf.cast(tf.size(ids.values) + tf.cast(words.nrows(), tf.int32), tf.float32)
+    out = tf.matmul(tf.nn.tanh(net), weights('v', 4, 1)) * width
+    loss = tf.reduce_mean(tf.square(out - labels)) + tf.reduce_sum(out) / (1 + values)
+    return spec_of(mode, loss, sgd(loss, 0.01))
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+@pytest.mark.parametrize('name', PARTS)
+def test_ragged_as_one_device(name, microbatches, three_machines, behavior):
+    """Some rows have no values, nor have some machines, which may differ in their longest row."""
+    parts = [sparse_steps(sizes, seed) for seed, sizes in enumerate(PARTS[name])]
+    [like] = sparse_steps([2])
+
+    def read_all():
+        dataset = dataset_of(concatenated(parts, sparse_steps([0])[0]), like).map(to_ragged)
+        return tf.data.make_one_shot_iterator(dataset).get_next()
+
+    replicated = estimator_mgpu.replicate(
+        of_ragged, devices=DEVICES, input='machine', microbatches=microbatches
+    )
+    ours = train(read_sparse(PARTS[name], to_ragged), replicated, three_machines)
+    assert_close(list(ours), list(train(read_all, of_ragged)), 1e-5)
+
+
+def padded(features, labels, mode):
+    """Sums of rows that are filled up, and what asks for numbers of rows."""
+    ids = features['id']
+    net = tf.gather(weights('table', 7, 1), ids % 7).to_tensor(default_value=0.5)
+    net = tf.reduce_sum(net, 1) + tf.reduce_sum(features['vector'].to_tensor(), [1, 2])[:, None]
+    lengths = tf.strings.length(features['word'].to_tensor())
+    net += tf.cast(tf.reduce_sum(lengths, 1, keepdims=True), tf.float32)
+    rows = tf.cast(tf.shape(ids.row_splits)[0] - 1, tf.float32)
+    loss = tf.reduce_mean(tf.square(net - labels)) + tf.reduce_sum(net) / rows
+    return spec_of(mode, loss, sgd(loss, 0.01))
+
+
+def test_no_machine_reads_ragged_tensors_for_others():
+    """Neither values nor row splits are joined."""
+    with tf.Graph().as_default():
+        tf.train.get_or_create_global_step()
+        features, labels = read_sparse(PARTS['even'], to_ragged)()
+        spec = estimator_mgpu.replicate(padded, devices=DEVICES)(features, labels, TRAIN)
+        needed = graphs.ancestors([spec.train_op, spec.loss.op])
+        joined = [t.op for ragged in features.values() for t in (ragged.values, ragged.row_splits)]
+        assert len(joined) == 6 and not needed.intersection(joined)
+
+
+def test_values_of_ragged_tensors_of_all_machines(three_machines):
+    """Whoever asks for those of all has them in the order in which machines have them."""
+
+    def model_fn(features):
+        ids, words = features['id'], features['word']
+        predictions = {
+            'splits': tf.identity(words.row_splits),
+            'words': tf.identity(words.values),
+            'rows': tf.gather(tf.reshape(tf.range(100.0), [50, 2]), ids.values),
+            'sorted': tf.sort(ids.values),
+            'lengths': ids.row_lengths(),
+            'numbers': words.value_rowids(),
+            'sums': tf.reduce_sum(features['vector'], 1),
+            'first': ids[:, :2].to_tensor(),
+            'longest': ids.bounding_shape(),
+        }
+        return tf.estimator.EstimatorSpec('infer', predictions=predictions)
+
+    found = []
+    for fn in (model_fn, estimator_mgpu.replicate(model_fn, devices=DEVICES)):
+        with tf.Graph().as_default():
+            predictions = fn(read_sparse(PARTS['uneven'], to_ragged)()[0]).predictions
+            found.append(until_the_end(three_machines, predictions)[0])
+    one, ours = found
+    assert len(one) == 3 and len(one[0]['splits']) == 13
+    assert_close(ours, one, 0)
+
+
+def test_values_with_row_splits_of_another_feature(three_machines):
+    """Some belong to rows of the next machine then, so they go through the chief."""
+    rows = [[[1, 2], [3]], [[4]], [[5], []]], [[[0], [0]], [[0, 0]], [[], [0]]]
+
+    def input_fn(input_context=None):
+        own = [of_machines[input_context.input_pipeline_id] for of_machines in rows]
+        x, y = (tf.ragged.constant(of_rows, tf.float32, ragged_rank=1) for of_rows in own)
+        return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+
+    def model_fn(features):
+        sums = tf.reduce_sum(features.to_tensor() ** 2, 1)
+        return tf.estimator.EstimatorSpec('infer', predictions={'sums': sums})
+
+    replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES)
+    with tf.Graph().as_default():
+        x, y = read_by_machine(input_fn)()
+        features = tf.RaggedTensor.from_row_splits(x.values, y.row_splits, validate=False)
+        [found], _ = until_the_end(three_machines, replicated(features).predictions)
+    assert found['sums'].tolist() == [1, 4, 9 + 16, 0, 25]
+
+
+def test_rows_of_rows(three_machines):
+    """They are computed on once, as if one machine had read them."""
+    rows = [[[[1, 2], []], [], [[3]]], [[[4], [5, 6]]], []]
+
+    def input_fn(input_context=None):
+        own = rows[input_context.input_pipeline_id]
+        ragged = tf.ragged.constant(own, tf.float32, ragged_rank=2)
+        dataset = tf.data.Dataset.from_tensor_slices((ragged, np.ones([len(own), 1], np.float32)))
+        return dataset.batch(2)
+
+    def model_fn(features, labels, mode):
+        net = tf.reduce_sum(tf.reduce_max(features, 2) * weights('w', 1, 1)[0, 0], 1)
+        net = tf.where_v2(tf.math.is_finite(net), net, tf.zeros_like(net))
+        loss = tf.reduce_mean(tf.square(net[:, None] - labels))
+        return spec_of(mode, loss, sgd(loss, 0.01))
+
+    replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES, input='machine')
+    read = read_by_machine(input_fn)
+    found = [train(read, fn, three_machines) for fn in (model_fn, replicated)]
+    assert len(found[0][0]) == 2
+    assert_close(list(found[1]), list(found[0]), 1e-5)
+
+
+@pytest.mark.parametrize('labels_of_machines', [[6, 4, 5], [4, 6, 6]])
+def test_as_many_examples_on_each_machine(labels_of_machines, three_machines):
+    """Otherwise towers would pair rows of other examples, or leave some out."""
+
+    def input_fn(input_context=None):
+        number = input_context.input_pipeline_id
+        counts = [4, 6, 5][number], labels_of_machines[number]
+        return tf.data.Dataset.from_tensors(tuple(floats(n, 1, seed=n) for n in counts))
+
+    def model_fn(features, labels, mode):
+        loss = tf.reduce_sum(features * weights('w', 1, 1)) + tf.reduce_sum(labels)
+        return spec_of(mode, loss, sgd(loss))
+
+    replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES, input='machine')
+    message = (
+        r'same number of examples.*on each machine.*features, labels on /job.* are\] \[\d \d\]'
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        train(read_by_machine(input_fn), replicated, three_machines)
+
+
 def test_sparse_and_ragged(three_machines):
     """Whoever fetches them has those of all machines, of which one ends before the others."""
     rows = [[[1, 2], [], [3]], [[4]], []]

@@ -75,26 +75,39 @@ def test_edges_are_what_tensorflow_sends(model_fn, three_machines):
 
 
 def several_words(rows, seed):
-    """Features of clicks with sparse columns of one to three words."""
+    """Features of clicks with ragged columns of one to three words."""
     features = benchmark_models.click_features(words=5000)(rows, seed)
     counts = 1 + tf.random.stateless_uniform([rows], [seed, 3], 0, 3, tf.int32)
     for name, words in features.items():
         if name.startswith('word'):
             drawn = [words, words + 'x', tf.reverse(words, [0])]
-            ragged = tf.RaggedTensor.from_tensor(tf.concat(drawn, 1), counts)
-            features[name] = ragged.to_sparse()
+            features[name] = tf.RaggedTensor.from_tensor(tf.concat(drawn, 1), counts)
     return features
+
+
+def to_sparse(features):
+    """Features of which the ragged ones have become sparse."""
+    is_ragged = lambda tensor: isinstance(tensor, tf.RaggedTensor)  # noqa: E731
+    return {
+        name: tensor.to_sparse() if is_ragged(tensor) else tensor
+        for name, tensor in features.items()
+    }
 
 
 @pytest.mark.parametrize(
     'features',
-    [benchmark_models.click_features(words=5000), several_words],
-    ids=['dense', 'sparse'],
+    [
+        benchmark_models.click_features(words=5000),
+        lambda rows, seed: to_sparse(several_words(rows, seed)),
+        several_words,
+    ],
+    ids=['dense', 'sparse', 'ragged'],
 )
 def test_ids_and_their_rows_once(features, three_machines):
     """Each machine prepares the ids of its own examples, so it sends no features of them."""
+    logits = benchmark_models.deepfm(buckets=1000, width=4, layers=[8])
     model = benchmark_models.Model(
-        logits=benchmark_models.deepfm(buckets=1000, width=4, layers=[8]),
+        logits=lambda features: logits(to_sparse(features)),
         optimizer=lambda: tf.train.AdagradOptimizer(0.1),
         features=features,
         classes=2,

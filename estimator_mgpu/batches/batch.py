@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow.compat.v1 as tf
 
-from estimator_mgpu.devices import HOST
+from estimator_mgpu.devices import HOST, machine_of
 from estimator_mgpu.tf_internals import private, tracebacks
 
 TENSORS = (tf.Tensor, tf.SparseTensor, tf.RaggedTensor)  # what may have examples
@@ -77,6 +77,14 @@ class Batch(NamedTuple):
                 titles.setdefault(leaf.name, title(path))
         return titles
 
+    def ragged_by_values(self) -> dict[str, tf.RaggedTensor]:
+        """The leaves with one ragged dimension, by the names of their values: the first ones."""
+        ragged: dict[str, tf.RaggedTensor] = {}
+        for leaf in self.leaves.values():
+            if isinstance(leaf, tf.RaggedTensor) and isinstance(leaf.values, tf.Tensor):
+                ragged.setdefault(leaf.values.name, leaf)
+        return ragged
+
     def total(self) -> tf.Tensor:
         """The number of examples, an int32 scalar. A step fails if the leaves differ in it.
 
@@ -96,24 +104,62 @@ def _is_used(leaf: Any) -> bool:
 
 
 def _total(leaves: dict[Path, Any]) -> tf.Tensor:
-    """The number of examples of leaves, with an assertion that all have the same."""
+    """The number of examples of leaves, with an assertion that all have the same.
+
+    If machines have read parts, each machine's have the same: of all of these, a tower takes the
+    same rows.
+    """
+    parts = {path: parts_of(leaf) for path, leaf in leaves.items()}
+    parts = {path: of_leaf for path, of_leaf in parts.items() if len(of_leaf) > 1}
+    if not parts:
+        return _total_of_machine(leaves)
+
+    totals = []
+    for of_machine in zip(*parts.values()):
+        [first, *_] = tf.nest.flatten(of_machine, expand_composites=True)
+        with tf.device(first.device):
+            machine = machine_of(first.device)
+            totals.append(_total_of_machine(dict(zip(parts, of_machine)), machine))
+    total = tf.add_n(totals)
+    others = {path: leaf for path, leaf in leaves.items() if path not in parts}
+    if not others:
+        return total
+    numbers = [tf.cast(number_of_rows(leaf), tf.int32) for leaf in others.values()]
+    return _if_as_many([next(iter(parts)), *others], tf.stack([total, *numbers]), total)
+
+
+def _total_of_machine(leaves: dict[Path, Any], machine: str = '') -> tf.Tensor:
+    """The same of what one machine has read; if it's one of several, messages name it."""
     first = next(iter(leaves.values()))
     is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
     if len(leaves) == 1 or is_static:
         return tf.cast(number_of_rows(first), tf.int32)
 
     paths, numbers = _rows_of_each(leaves)
-    # This text is in the graph.
-    message = (
-        'features and labels must have the same number of examples along dimension 0, but '
-        'for those that are replicated: scalars, and what replicate(broadcast=[...]) '
-        f'names. The numbers of examples of {", ".join(map(title, paths))} are'
-    )
     # For each slice of examples that is added, TensorFlow looks through all that its ends are
     # computed from. So that this isn't thousands of leaves, one of them is measured by itself.
-    is_read_by_one = not isinstance(first, tf.Tensor) or len(parts_of(first)) == 1
-    total = number_of_rows(first) if is_read_by_one else numbers[0]
-    return tf.cast(if_same(numbers, message, total), tf.int32)
+    return tf.cast(_if_as_many(paths, numbers, number_of_rows(first), machine), tf.int32)
+
+
+def _if_as_many(
+    paths: Sequence[Path], numbers: tf.Tensor, total: tf.Tensor, machine: str = ''
+) -> tf.Tensor:
+    """The number of examples, which fails unless all leaves have as many.
+
+    Args:
+      paths: of the leaves.
+      numbers: how many each has.
+      total: any of the numbers.
+      machine: which one has them, if it's one of several.
+    """
+    everywhere, here = (' on each machine', f' on {machine}') if machine else ('', '')
+    # This text is in the graph.
+    message = (
+        f'features and labels must have the same number of examples along dimension 0{everywhere}, '
+        'but for those that are replicated: scalars, and what replicate(broadcast=[...]) '
+        f'names. The numbers of examples of {", ".join(map(title, paths))}{here} are'
+    )
+    return if_same(numbers, message, total)
 
 
 def if_same(numbers: tf.Tensor, message: str, value: tf.Tensor) -> tf.Tensor:
@@ -131,17 +177,34 @@ def if_same(numbers: tf.Tensor, message: str, value: tf.Tensor) -> tf.Tensor:
         return tf.identity(value)
 
 
-def record_parts(tensor: tf.Tensor, parts: Sequence[tf.Tensor]) -> None:
-    """Notes in the graph that a tensor is the concatenation of others, which machines have read."""
-    if not hasattr(tensor.graph, _PARTS):
-        setattr(tensor.graph, _PARTS, {})
-    getattr(tensor.graph, _PARTS)[tensor.name] = parts
+def record_parts(leaf: Any, parts: Sequence[Any]) -> None:
+    """Notes in the graph that a leaf is the concatenation of others, which machines have read.
+
+    Of a ragged tensor, the values and the row splits have parts, too. Each machine's row splits
+    begin with 0, so that they aren't just concatenated.
+    """
+    components = [tf.nest.flatten(each, expand_composites=True) for each in (leaf, *parts)]
+    graph = components[0][0].graph
+    if not hasattr(graph, _PARTS):
+        setattr(graph, _PARTS, {})
+    noted = getattr(graph, _PARTS)
+    noted[_names(leaf)] = parts
+    for component, *of_component in zip(*components):
+        noted[_names(component)] = of_component
 
 
-def parts_of(tensor: tf.Tensor) -> Sequence[tf.Tensor]:
-    """Returns the parts of a tensor that machines have read; or the tensor, if one read it all."""
-    parts_by_name = getattr(tensor.graph, _PARTS, {})
-    return parts_by_name.get(tensor.name, [tensor])
+def parts_of(leaf: Any) -> Sequence[Any]:
+    """Returns the parts of a leaf that machines have read; or the leaf, if one read it all.
+
+    Args:
+      leaf: also a tensor of which a leaf consists, or any other one.
+    """
+    [first, *_] = tf.nest.flatten(leaf, expand_composites=True)
+    return getattr(first.graph, _PARTS, {}).get(_names(leaf), [leaf])
+
+
+def _names(leaf: Any) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in tf.nest.flatten(leaf, expand_composites=True))
 
 
 def leaves_of(features: Any, labels: Any, broadcast: Sequence[str]) -> dict[Path, Any]:
@@ -235,12 +298,8 @@ def examples_of(leaves: dict[Path, Any]) -> int | tf.Tensor | None:
 
 def number_of_rows(leaf: Any) -> tf.Tensor:
     """Returns the size of dimension 0 of a dense, sparse or ragged tensor: an int64 scalar."""
-    if isinstance(leaf, tf.RaggedTensor):
-        return leaf.nrows(tf.int64)
-    if not isinstance(leaf, tf.Tensor):
-        return _first_size(leaf, device='')
     # Each part is measured on the machine that has read it.
-    sizes = [_first_size(part, part.device) for part in parts_of(leaf)]
+    sizes = [_first_size(part) for part in parts_of(leaf)]
     return tf.add_n(sizes) if len(sizes) > 1 else sizes[0]
 
 
@@ -248,36 +307,33 @@ def _rows_of_each(leaves: dict[Path, Any]) -> tuple[list[Path], tf.Tensor]:
     """Returns the paths of leaves, and their sizes of dimension 0, as a vector in that order.
 
     A few ops give those of all dense tensors of one type on one device, as there may be thousands.
-    If machines have read parts, each of them sends those of all its parts as one vector.
     """
     alike = defaultdict[Any, dict[Path, Any]](dict)
     for path, leaf in leaves.items():
-        kind: Any = path
-        if isinstance(leaf, tf.Tensor):
-            kind = leaf.dtype, leaf.device, tuple(part.device for part in parts_of(leaf))
-        alike[kind][path] = leaf
+        is_dense = isinstance(leaf, tf.Tensor)
+        alike[(leaf.dtype, leaf.device) if is_dense else path][path] = leaf
     paths = [path for group in alike.values() for path in group]
     return paths, tf.concat([_first_sizes(list(group.values())) for group in alike.values()], 0)
 
 
 def _first_sizes(leaves: Sequence[Any]) -> tf.Tensor:
-    """As `number_of_rows` of each: of one leaf, or of tensors of one type on the same devices."""
+    """As `number_of_rows` of each: of one leaf, or of tensors of one type on one device."""
     if len(leaves) == 1:
-        return tf.stack([number_of_rows(leaves[0])])
+        return tf.stack([_first_size(leaves[0])])
     ranks = [tensor.shape.rank for tensor in leaves]
     positions = np.cumsum([0, *ranks[:-1]])  # of the first sizes among all of the shapes'
-    vectors = []
-    for parts in zip(*map(parts_of, leaves)):
-        with tf.device(parts[0].device or HOST):
-            shapes = tf.shape_n(parts, tf.int64)
-            vectors.append(tf.gather(tf.concat(shapes, 0), positions))
     with tf.device(leaves[0].device or HOST):
-        return tf.add_n(vectors) if len(vectors) > 1 else vectors[0]
+        shapes = tf.shape_n(leaves, tf.int64)
+        return tf.gather(tf.concat(shapes, 0), positions)
 
 
-def _first_size(tensor: tf.Tensor | tf.SparseTensor, device: str) -> tf.Tensor:
+def _first_size(leaf: Any) -> tf.Tensor:
+    if isinstance(leaf, tf.RaggedTensor):
+        with tf.device(leaf.row_splits.device):
+            return leaf.nrows(tf.int64)
+    device = leaf.device if isinstance(leaf, tf.Tensor) else ''
     with tf.device(device or HOST):
-        return tf.shape(tensor, out_type=tf.int64)[0]
+        return tf.shape(leaf, out_type=tf.int64)[0]
 
 
 def static_rows(leaf: Any) -> int | None:

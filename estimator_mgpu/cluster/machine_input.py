@@ -121,7 +121,9 @@ def _empty(spec: Any) -> Any:
 
     if has_rank and isinstance(spec, tf.RaggedTensorSpec):
         inner_shape = tuple(spec.shape.as_list()[spec.ragged_rank + 1 :])
-        return tf.ragged.constant([], spec.dtype, spec.ragged_rank, inner_shape)
+        return tf.ragged.constant(
+            [], spec.dtype, spec.ragged_rank, inner_shape, row_splits_dtype=spec.row_splits_dtype
+        )
 
     if has_rank and isinstance(spec, tf.SparseTensorSpec):
         sizes = [size or 0 for size in spec.shape.as_list()[1:]]
@@ -143,8 +145,7 @@ def _concatenated(*parts: Any) -> Any:
     if isinstance(parts[0], tf.SparseTensor):
         return _concatenated_sparse(parts)
     joined = tf.concat(parts, 0)
-    if isinstance(joined, tf.Tensor):
-        batch.record_parts(joined, parts)
+    batch.record_parts(joined, parts)
     return joined
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.batches.batch import if_same, parts_of
+from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.nodes.node_builder import Number
 from estimator_mgpu.partition.plan import CountedFromFirst, RaggedRows, Slice, SparseRows
 from estimator_mgpu.partition.rules.selections import before_arrangement
@@ -57,6 +58,7 @@ class LocalParts:
         self._values = values
         self._titles = values.division.batch.titles_of_entries()
         self._dense_titles = values.division.batch.titles_of_dense()
+        self._ragged = values.division.batch.ragged_by_values()
         # Values of sparse tensors that fail if they are too many, or too few, by their names.
         self._as_many: dict[str, str] = {}
 
@@ -81,7 +83,7 @@ class LocalParts:
     def _places(self, rows: SelectedRows, tower: Tower) -> str:
         """For each of a tower's rows, its place in the full value, if rows may be in any order."""
         if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.name], tower)
+            return self._positions_of_entries(rows, tower)
         host = self._nodes.host
         order = self.order_of_entries(rows, host)
         ranks = self._nodes.add('InvertPermutation', [order], host)
@@ -98,7 +100,7 @@ class LocalParts:
     def numbers(self, rows: SelectedRows, tower: Tower) -> str:
         """For each of a tower's rows, a number that grows along the full value."""
         if isinstance(rows, Entries):
-            return self._positions_of_entries(self._plan.entries[rows.name], tower)
+            return self._positions_of_entries(rows, tower)
         assert rows.picked_from is not None
         numbers = self.numbers(rows.picked_from, tower)
         picked = self._graph.get_tensor_by_name(rows.name)
@@ -108,14 +110,8 @@ class LocalParts:
 
     def of_feature(self, tensor: tf.Tensor, need: SparseRows | RaggedRows, tower: Tower) -> str:
         """A tower's part of a sparse or ragged tensor: of its indices or row splits, or values."""
-        if isinstance(need, RaggedRows) and tensor.name == need.splits:
-            bounds, device = self._bounds_of_rows(need)
-            splits = ragged_features.row_splits(self._shards.of(need.rows), bounds, tower, device)
-            return self._nodes.cast(splits, self._nodes.dtype(need.splits), device)
         if isinstance(need, RaggedRows):
-            positions = self._positions_of_entries(need, tower)
-            device = self._origins.device_of_full(tensor)
-            return self._nodes.take(self._values.full(tensor), positions, device)
+            return self._of_ragged(tensor, need, tower)
 
         indices = self._graph.get_tensor_by_name(need.indices)
         pairs = [(tensor, indices)]
@@ -123,6 +119,27 @@ class LocalParts:
             pairs = list(zip(parts_of(tensor), parts_of(indices)))
         pieces = [self._of_sparse(part, others, tensor, need, tower) for part, others in pairs]
         return self._nodes.concat(pieces, 0, tower.device)
+
+    def _of_ragged(self, tensor: tf.Tensor, need: RaggedRows, tower: Tower) -> str:
+        """A tower's part of a ragged tensor: the row splits of its rows, or their values."""
+        nodes = self._nodes
+        shards = self._shards.of(need.rows)
+        parts = parts_of(self._ragged[need.values])
+        values = []
+        row_splits = []
+        for part, extent in zip(parts, shards.extents_in_parts(parts, tower)):
+            bounds, device = self._bounds_of_rows(part)
+            if tensor.name == need.splits:
+                splits = ragged_features.row_splits(shards, bounds, extent, device)
+                splits = nodes.cast(splits, nodes.dtype(need.splits), device)
+                row_splits.append((splits, device))
+            else:
+                positions = ragged_features.positions(nodes, bounds, extent, device)
+                device = self._origins.device_of_full(part.values)
+                values.append(nodes.take(self._values.full(part.values), positions, device))
+        if row_splits:
+            return ragged_features.join(nodes, row_splits, host_of(tower.device))
+        return nodes.concat(values, 0, tower.device)
 
     def _of_sparse(
         self,
@@ -151,12 +168,10 @@ class LocalParts:
         columns = tensor.shape.as_list()[1]
         return sparse_features.count_from_first(shards, taken, columns, need.factor, tower, device)
 
-    def _positions_of_entries(self, need: SparseRows | RaggedRows, tower: Tower) -> str:
-        """Which entries, or values, are a tower's: their positions among all, a vector."""
-        if isinstance(need, RaggedRows):
-            bounds, device = self._bounds_of_rows(need)
-            return ragged_features.positions(self._shards.of(need.rows), bounds, tower, device)
-
+    def _positions_of_entries(self, rows: Entries, tower: Tower) -> str:
+        """Which entries are a tower's: their positions among all, a vector."""
+        need = self._plan.entries[rows.name]
+        assert isinstance(need, SparseRows)
         first, *others = parts_of(self._graph.get_tensor_by_name(need.indices))
         pieces = [self._positions_in(first, need, tower)]
         counts = []  # of the entries of the parts before
@@ -178,16 +193,14 @@ class LocalParts:
             shards, self._values.full(indices), need.factor, tower, device
         )
 
-    def _bounds_of_rows(self, need: RaggedRows) -> tuple[str, str]:
+    def _bounds_of_rows(self, ragged: tf.RaggedTensor) -> tuple[str, str]:
         """Where the rows of a ragged tensor begin and end among its values; and the device."""
-        values = self._graph.get_tensor_by_name(need.values)
-        splits = self._graph.get_tensor_by_name(need.splits)
-        device = self._origins.device_of_full(splits)
+        device = self._origins.device_of_full(ragged.row_splits)
         bounds = ragged_features.bounds(
             self._nodes,
-            self._values.full(splits),
-            self._values.full(values),
-            self._origins.device_of_full(values),
+            self._values.full(ragged.row_splits),
+            self._values.full(ragged.values),
+            self._origins.device_of_full(ragged.values),
             device,
         )
         return bounds, device

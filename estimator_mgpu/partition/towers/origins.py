@@ -39,7 +39,7 @@ class Origins:
         queries_of_local = [
             op
             for op in graphs.ops_of_types(division.graph, op_types.SHAPE_QUERIES)
-            if any(tensor.name in plan.placements for tensor in op.inputs)
+            if any(self._is_local(tensor) for tensor in op.inputs)
             and not all(self._is_read_by_one(tensor) for tensor in op.inputs)
         ]
         # Every user of every tensor asks, so the answers are found first: the tensors' names.
@@ -47,6 +47,10 @@ class Origins:
         self._sizes_of_local = {*_sizes(queries_of_local, plan), *_shape_outputs(give_shapes, plan)}
         sizes = self._sizes_of_local - plan.placements.keys()
         self._made_from_local = (sizes | _gatherable(plan)) - self.sources
+
+    def _is_local(self, tensor: tf.Tensor) -> bool:
+        """Whether towers have it, or machines have read parts of it, as of row splits."""
+        return tensor.name in self._plan.placements or len(parts_of(tensor)) > 1
 
     def _is_read_by_one(self, tensor: tf.Tensor) -> bool:
         """Whether it's of the batch, and one machine has read all of it."""

@@ -12,12 +12,12 @@ row, if splits are such: what uses all values on one device is given all of them
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder
-from estimator_mgpu.partition.sizes import ONE
-from estimator_mgpu.partition.tower import Tower
-from estimator_mgpu.partition.towers.shards import Shards
+from estimator_mgpu.partition.towers.shards import Extent, Shards
 
 
 def bounds(nodes: NodeBuilder, splits: str, values: str, value_device: str, device: str) -> str:
@@ -37,13 +37,12 @@ def bounds(nodes: NodeBuilder, splits: str, values: str, value_device: str, devi
     return nodes.concat([first, between, count], 0, device)
 
 
-def positions(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
-    """Which values are in a tower's rows: their positions among all, a vector.
+def positions(nodes: NodeBuilder, bounds: str, extent: Extent, device: str) -> str:
+    """Which values are in the rows of an extent: their positions among all, a vector.
 
     It's an error if a tower's rows end before they begin.
     """
-    nodes = shards.nodes
-    start, size = shards.extent(ONE, tower)
+    start, size = extent
     first_row = nodes.scalar(start, tf.int32)
     end_row = nodes.add('AddV2', [first_row, size], nodes.host)
 
@@ -52,23 +51,42 @@ def positions(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
     return nodes.add('Range', [first, end, nodes.scalar(1, tf.int64)], device)
 
 
-def row_splits(shards: Shards, bounds: str, tower: Tower, device: str) -> str:
-    """The row splits of a tower's rows, counted from its first value."""
+def row_splits(shards: Shards, bounds: str, extent: Extent, device: str) -> str:
+    """The row splits of the rows of an extent, counted from the first value there."""
     nodes = shards.nodes
-    start, size = shards.extent(ONE, tower)
+    start, size = extent
     more = nodes.add('AddV2', [size, 1], nodes.host)
     own = shards.cut(bounds, 0, (start, more), device)
     first = nodes.add('Gather', [bounds, start], device)
     return nodes.add('Sub', [own, first], device)
 
 
+def join(nodes: NodeBuilder, pieces: Sequence[tuple[str, str]], device: str) -> str:
+    """The row splits of all rows of some pieces, one after another.
+
+    Args:
+      pieces: the row splits of each piece, and their device.
+      device: that of the result.
+    """
+    if len(pieces) == 1:
+        [(splits, _)] = pieces
+        return splits
+    lengths = [_lengths(nodes, splits, splits_device) for splits, splits_device in pieces]
+    ends = nodes.add('Cumsum', [nodes.concat(lengths, 0, device), 0], device)
+    return nodes.concat([nodes.tensor([0], nodes.dtype(ends)), ends], 0, device)
+
+
 def longest(nodes: NodeBuilder, splits: str, device: str) -> str:
     """How many values the longest row has, 0 if there is none: a scalar of the splits' type."""
+    largest = nodes.add('Max', [_lengths(nodes, splits, device), [0]], device)
+    return nodes.add('Maximum', [largest, nodes.scalar(0, nodes.dtype(splits))], device)
+
+
+def _lengths(nodes: NodeBuilder, splits: str, device: str) -> str:
+    """How many values each row has: a vector of the splits' type."""
     ends = nodes.add('StridedSlice', [splits, [1], [0], [1]], device, end_mask=1)
     starts = nodes.add('StridedSlice', [splits, [0], [-1], [1]], device, begin_mask=1)
-    lengths = nodes.add('Sub', [ends, starts], device)
-    largest = nodes.add('Max', [lengths, [0]], device)
-    return nodes.add('Maximum', [largest, nodes.scalar(0, nodes.dtype(splits))], device)
+    return nodes.add('Sub', [ends, starts], device)
 
 
 def most_in_a_row(nodes: NodeBuilder, rows: str, count: str, device: str) -> str:

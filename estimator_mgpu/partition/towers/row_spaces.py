@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.devices import host_of
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.nodes.node_builder import NodeBuilder, Number
@@ -185,11 +186,13 @@ class ShardsOfRows:
         nodes = self._nodes
         placement = self._plan.placements.get(tensor.name)
         with nodes.for_many():
-            host = nodes.host
             if not isinstance(placement, Positions):
-                device = self._origins.device_of_full(tensor)
-                longest = ragged_features.longest(nodes, self._values.full(tensor), device)
-                return nodes.cast(longest, dtype, host)
+                of_parts = []
+                for part in parts_of(tensor):
+                    splits = self._values.full(part)
+                    device = self._origins.device_of_full(part)
+                    of_parts.append(ragged_features.longest(nodes, splits, device))
+                return self._largest(of_parts, dtype)
             shards = self.of(placement.rows)
             of_towers = [nodes.scalar(0, tf.int64)]  # Selected rows may be none.
             for tower in self._towers:
@@ -203,6 +206,8 @@ class ShardsOfRows:
     def _largest(self, scalars: Sequence[str], dtype: tf.DType) -> str:
         """The largest of some scalars, in another type than theirs."""
         host = self._nodes.host
+        if len(scalars) == 1:
+            return self._nodes.cast(scalars[0], dtype, host)
         vector = self._nodes.add('Pack', scalars, host)
         largest = self._nodes.add('Max', [vector, 0], host)
         return self._nodes.cast(largest, dtype, host)

@@ -235,18 +235,29 @@ class Shards:
 
         Each part is cut on the machine that has it, so that only what the tower needs is sent.
         """
-        if not self._extents_in_parts:
-            self._add_extents_in_parts(parts)
-
         pieces = []
-        for part, extent in zip(parts, self._extents_in_parts[tower.number]):
+        for part, extent in zip(parts, self.extents_in_parts(parts, tower)):
             pieces.append(self.cut(part.name, 0, extent, part.device))
         return self.nodes.concat(pieces, 0, tower.device)
 
-    def _add_extents_in_parts(self, parts: Sequence[tf.Tensor]) -> None:
+    def extents_in_parts(self, parts: Sequence[Any], tower: Tower) -> list[Extent]:
+        """A tower's extent in each part of a batch, in the order of the machines that read them.
+
+        Args:
+          parts: of a dense or a ragged tensor. Those of all others have as many rows, or what gives
+            the number of examples fails.
+        """
+        if len(parts) == 1:
+            return [self.extent(ONE, tower)]
+        if not self._extents_in_parts:
+            self._add_extents_in_parts(parts)
+        return self._extents_in_parts[tower.number]
+
+    def _add_extents_in_parts(self, parts: Sequence[Any]) -> None:
         """Adds ops that compute each tower's extent in each part."""
         tensor_of = self.nodes.graph.get_tensor_by_name
-        with self.nodes.at_once(self.nodes.host, parts[0].op):
+        [first, *_] = tf.nest.flatten(list(parts), expand_composites=True)
+        with self.nodes.at_once(self.nodes.host, first.op):
             rows = tf.stack([tf.cast(number_of_rows(part), tf.int32) for part in parts])
             rows_before = tf.cumsum(rows, exclusive=True)
             # Matrices from here on: a row for each tower, a column for each part.
