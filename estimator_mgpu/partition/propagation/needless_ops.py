@@ -11,8 +11,8 @@ the number of examples may not be known when they are made, they do so also if n
 
 Of a transformer with dropout, these are 6% of the ops that can be sharded, and 24% if the size of
 the batch is dynamic. Each tower would run copies of them in each step: then the graph for two
-devices would have 10% more nodes, and a step would take 3 to 6% more CPU time. Identities stay:
-they are few, and somebody may look for a tower's copy by its name.
+devices would have 10% more nodes, and a step would take 3 to 6% more CPU time. Feature columns have
+identities between their ops: without copies of these, a column adds 58 nodes rather than 62.
 
 An optimizer puts rows of a sparse gradient with the same id together (`Unique`,
 `UnsortedSegmentSum`). In the gradient of a lookup of different ids, each row has an id of its own,
@@ -81,6 +81,7 @@ def _candidates(graph: tf.Graph) -> Iterator[tf.Operation]:
     types = (
         *op_types.REDUCTIONS,
         *op_types.ZEROS_ONES_LIKE,
+        op_types.IDENTITY,
         op_types.RESHAPE,
         op_types.UNSORTED_SEGMENT_SUM,
     )
