@@ -403,13 +403,15 @@ def test_ragged_as_one_device(name, microbatches, three_machines, behavior):
     assert_close(list(ours), list(train(read_all, of_ragged)), 1e-5)
 
 
-def padded(features, labels, mode):
-    """Sums of rows that are filled up, and what asks for numbers of rows."""
+def sums_of_rows(features, labels, mode):
+    """Sums of rows, also filled up, and what asks for their lengths, and how many there are."""
     ids = features['id']
     net = tf.gather(weights('table', 7, 1), ids % 7).to_tensor(default_value=0.5)
     net = tf.reduce_sum(net, 1) + tf.reduce_sum(features['vector'].to_tensor(), [1, 2])[:, None]
     lengths = tf.strings.length(features['word'].to_tensor())
     net += tf.cast(tf.reduce_sum(lengths, 1, keepdims=True), tf.float32)
+    lengths = tf.cast(ids.row_lengths(), tf.float32)[:, None]
+    net += tf.reduce_sum(features['vector'], 1)[:, :1] / (1 + lengths)
     rows = tf.cast(tf.shape(ids.row_splits)[0] - 1, tf.float32)
     loss = tf.reduce_mean(tf.square(net - labels)) + tf.reduce_sum(net) / rows
     return spec_of(mode, loss, sgd(loss, 0.01))
@@ -420,7 +422,7 @@ def test_no_machine_reads_ragged_tensors_for_others():
     with tf.Graph().as_default():
         tf.train.get_or_create_global_step()
         features, labels = read_sparse(PARTS['even'], to_ragged)()
-        spec = estimator_mgpu.replicate(padded, devices=DEVICES)(features, labels, TRAIN)
+        spec = estimator_mgpu.replicate(sums_of_rows, devices=DEVICES)(features, labels, TRAIN)
         needed = graphs.ancestors([spec.train_op, spec.loss.op])
         joined = [t.op for ragged in features.values() for t in (ragged.values, ragged.row_splits)]
         assert len(joined) == 6 and not needed.intersection(joined)
@@ -464,7 +466,8 @@ def test_values_with_row_splits_of_another_feature(three_machines):
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
 
     def model_fn(features):
-        sums = tf.reduce_sum(features.to_tensor() ** 2, 1)
+        lengths = tf.cast(features.row_lengths(), tf.float32)
+        sums = tf.reduce_sum(features.to_tensor() ** 2, 1) + lengths
         return tf.estimator.EstimatorSpec('infer', predictions={'sums': sums})
 
     replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES)
@@ -472,7 +475,7 @@ def test_values_with_row_splits_of_another_feature(three_machines):
         x, y = read_by_machine(input_fn)()
         features = tf.RaggedTensor.from_row_splits(x.values, y.row_splits, validate=False)
         [found], _ = until_the_end(three_machines, replicated(features).predictions)
-    assert found['sums'].tolist() == [1, 4, 9 + 16, 0, 25]
+    assert found['sums'].tolist() == [1 + 1, 4 + 1, 9 + 16 + 2, 0, 25 + 1]
 
 
 def test_rows_of_rows(three_machines):

@@ -87,6 +87,9 @@ class RaggedRows(NamedTuple):
     values: str  # the name of the tensor with the values
     splits: str  # and of that with the row splits
     rows: RowSpace
+    # Where in the row splits each row has the number that is given: 0 where it begins, 1 where it
+    # ends. None for all row splits, or for values.
+    offset: int | None = None
 
 
 class Constant(NamedTuple):

@@ -9,6 +9,7 @@ Two things say in which row each of them is: row splits, of which towers are giv
     StringSplit              a b c, in rows 0 0 1              a b, 0 0             c, 0
     DenseBincount of rows    2 1                               2                    1
     RaggedTensorToTensor     [[a, b], [c, '']]                 [[a, b]]             [[c, '']]
+    Sub of row splits        [2, 3] - [0, 2] = [2, 1]          [2] - [0] = [2]      [1] - [0] = [1]
 
 As those in `entries` and `selections`, these rules are functions of the placements.
 """
@@ -20,6 +21,7 @@ from typing import NamedTuple
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.batches.batch import parts_of
 from estimator_mgpu.partition.placements import PaddedPositions, Placement, Positions, Shard
 from estimator_mgpu.partition.plan import (
     FULL,
@@ -200,6 +202,27 @@ def _ragged_to_sparse(
     )
 
 
+def _lengths(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
+    """`Sub` of row splits: where rows end, and where they begin. It gives the rows' lengths.
+
+    If one machine has read all row splits, lengths are computed once, and towers take their own.
+    """
+    splits = row_lengths.splits_before(op, sizes)
+    if splits is None or len(parts_of(splits)) == 1:
+        return None
+    partition = _partition_by_splits(splits, sizes)
+    if partition is None:
+        return None
+    [need] = partition.needs
+    assert isinstance(need, RaggedRows)
+    values = op.graph.get_tensor_by_name(need.values)
+    ragged = tf.RaggedTensor.from_row_splits(values, splits, validate=False)
+    if len(parts_of(ragged)) == 1:
+        return None  # Somebody has put them together: the last row may end before the values do.
+    needs = need._replace(offset=1), need._replace(offset=0)
+    return Decision(OpPlan(needs), [Shard(0, partition.rows)], [[partition.total]])
+
+
 def _is_padding(op: tf.Operation, placements: Sequence[Placement], sizes: Sizes) -> Decision | None:
     """`NotEqual` of padded positions and -1."""
     positions, _ = placements
@@ -216,6 +239,7 @@ RULES = {
     'DenseBincount': _count,
     'RaggedTensorToSparse': _ragged_to_sparse,
     'RaggedTensorToTensor': _ragged_to_dense,
+    'Sub': _lengths,
 }
 """By type of op: how it's sharded."""
 USES = {'NotEqual': _is_padding}

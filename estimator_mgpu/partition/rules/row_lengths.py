@@ -89,7 +89,7 @@ def _of_mask(mask: tf.Tensor, sizes: Sizes, may_narrow: bool) -> tuple[str, str]
 def _of_lengths(lengths: tf.Tensor, sizes: Sizes, may_narrow: bool) -> tuple[str, str]:
     """What says how long rows are: row splits, indices, or the tensor with the lengths."""
     lengths = _behind_reshapes(lengths, sizes, may_narrow)
-    splits = _splits_before(lengths.op, sizes, may_narrow)
+    splits = splits_before(lengths.op, sizes, may_narrow)
     if splits is not None:
         summed = _lengths_before_sum(splits, sizes)
         if summed is not None:
@@ -102,7 +102,7 @@ def _of_lengths(lengths: tf.Tensor, sizes: Sizes, may_narrow: bool) -> tuple[str
     return _LENGTHS, lengths.name
 
 
-def _splits_before(op: tf.Operation, sizes: Sizes, may_narrow: bool) -> tf.Tensor | None:
+def splits_before(op: tf.Operation, sizes: Sizes, may_narrow: bool = True) -> tf.Tensor | None:
     """The row splits of which an op gives the lengths, as `splits[1:] - splits[:-1]`; or None."""
     if op.type != 'Sub':
         return None

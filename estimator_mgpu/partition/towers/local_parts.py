@@ -121,7 +121,7 @@ class LocalParts:
         return self._nodes.concat(pieces, 0, tower.device)
 
     def _of_ragged(self, tensor: tf.Tensor, need: RaggedRows, tower: Tower) -> str:
-        """A tower's part of a ragged tensor: the row splits of its rows, or their values."""
+        """A tower's part of a ragged tensor: its rows' values, or row splits, or some of these."""
         nodes = self._nodes
         shards = self._shards.of(need.rows)
         parts = parts_of(self._ragged[need.values])
@@ -129,17 +129,21 @@ class LocalParts:
         row_splits = []
         for part, extent in zip(parts, shards.extents_in_parts(parts, tower)):
             bounds, device = self._bounds_of_rows(part)
-            if tensor.name == need.splits:
+            if tensor.name == need.splits or need.offset is not None:
                 splits = ragged_features.row_splits(shards, bounds, extent, device)
-                splits = nodes.cast(splits, nodes.dtype(need.splits), device)
+                splits = nodes.cast(splits, tensor.dtype.base_dtype, device)
                 row_splits.append((splits, device))
             else:
                 positions = ragged_features.positions(nodes, bounds, extent, device)
                 device = self._origins.device_of_full(part.values)
                 values.append(nodes.take(self._values.full(part.values), positions, device))
-        if row_splits:
-            return ragged_features.join(nodes, row_splits, host_of(tower.device))
-        return nodes.concat(values, 0, tower.device)
+        if values:
+            return nodes.concat(values, 0, tower.device)
+        host = host_of(tower.device)
+        splits = ragged_features.join(nodes, row_splits, host)
+        if need.offset is None:
+            return splits
+        return ragged_features.of_each_row(nodes, splits, need.offset, host)
 
     def _of_sparse(
         self,

@@ -8,6 +8,8 @@ second tower has the examples from 2 on:
 
 The first tower has the values before the first row as well, and the last one those behind the last
 row, if splits are such: what uses all values on one device is given all of them.
+
+If machines have read parts of the batch, a tower has the same of each part, and joins it.
 """
 
 from __future__ import annotations
@@ -84,9 +86,16 @@ def longest(nodes: NodeBuilder, splits: str, device: str) -> str:
 
 def _lengths(nodes: NodeBuilder, splits: str, device: str) -> str:
     """How many values each row has: a vector of the splits' type."""
-    ends = nodes.add('StridedSlice', [splits, [1], [0], [1]], device, end_mask=1)
-    starts = nodes.add('StridedSlice', [splits, [0], [-1], [1]], device, begin_mask=1)
+    ends = of_each_row(nodes, splits, 1, device)
+    starts = of_each_row(nodes, splits, 0, device)
     return nodes.add('Sub', [ends, starts], device)
+
+
+def of_each_row(nodes: NodeBuilder, splits: str, offset: int, device: str) -> str:
+    """Where each row begins, with an offset of 0, or ends, with 1."""
+    if offset == 0:
+        return nodes.add('StridedSlice', [splits, [0], [-1], [1]], device, begin_mask=1)
+    return nodes.add('StridedSlice', [splits, [1], [0], [1]], device, end_mask=1)
 
 
 def most_in_a_row(nodes: NodeBuilder, rows: str, count: str, device: str) -> str:
