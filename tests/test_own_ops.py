@@ -1,6 +1,7 @@
 """`register_rule` and `check_rule`: ops of one's own are sharded, by rules that hold."""
 
 import pathlib
+import re
 import shutil
 import subprocess
 
@@ -142,6 +143,32 @@ def test_a_mean_of_integers():
     register_rule('Cross', 'S S -> S')  # which doesn't hold
     function = lambda x: [tf.linalg.cross(x, x), tf.histogram_fixed_width(x, [0.0, 1.0], 4)]  # noqa: E731
     with pytest.raises(AssertionError, match='(?s)makes an op that .* no kernel for: .*RealDiv'):
+        check_rule(function, ROWS)
+
+
+def joined(x):
+    return tf.raw_ops.ReduceJoin(inputs=tf.as_string(x), reduction_indices=[0])
+
+
+def logarithm(x):
+    return tf.raw_ops.MatrixLogarithm(input=tf.cast(tf.linalg.diag(x), tf.complex64))
+
+
+def integral(x):
+    return tf.raw_ops.Dawsn(x=x)
+
+
+@pytest.mark.parametrize(
+    ('function', 'op_type', 'rule', 'message'),
+    [
+        (joined, 'ReduceJoin', 'n_ * -> * (sum)', "string by 'sum'. Legal is no reduction."),
+        (logarithm, 'MatrixLogarithm', 'n__ -> * (max)', "complex64 by 'max'. Legal is sum or"),
+        (integral, 'Dawsn', 'n_ -> * (any)', "float32 by 'any'. Legal is sum or mean or"),
+    ],
+)
+def test_reductions_that_a_type_has_not(function, op_type, rule, message):
+    register_rule(op_type, rule)
+    with pytest.raises(RuntimeError, match=re.escape(f'its rule reduces {message}')):
         check_rule(function, ROWS)
 
 

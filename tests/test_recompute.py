@@ -11,7 +11,7 @@ from estimator_mgpu import steps
 from estimator_mgpu.partition.rewrites.recomputation.cuts import Activation, choose_cuts
 from estimator_mgpu.reports import explain
 from estimator_mgpu.tf_internals import graphs, op_types
-from models import batches, clipped, floats, of_all_modes, sgd, spec_of, step
+from models import batches, clipped, floats, of_all_modes, sgd, spec_of, step, weights
 from towers import TRAIN, behavior_of, compare, compare_modes, session, train
 
 DEPTH = 6
@@ -181,6 +181,25 @@ def test_results_of_one_device(model_fn, devices, microbatches, behavior):
     options = dict(static=False, microbatches=microbatches, recompute=True)
     ours, _ = compare(model_fn, two_sizes(), devices, **options)
     assert recomputation(ours).ops
+
+
+def a_branch_and_a_penalty(features, labels, mode):
+    """A condition of the batch, which is computed twice; the penalty's gradient comes before it."""
+    net = tf.matmul(features, weights('v', 3, 7))
+    hidden = tf.tanh(tf.matmul(net, weights('w', 7, 64)))
+    [slope] = tf.gradients(tf.reduce_sum(hidden), net)
+    net = tf.cond(
+        tf.reduce_sum(features) > 0,
+        lambda: tf.tanh(tf.matmul(hidden, weights('above', 64, 100))),
+        lambda: tf.matmul(hidden, weights('below', 64, 100)),
+    )
+    loss = tf.reduce_mean(tf.square(net)) + tf.reduce_mean(tf.square(slope))
+    return spec_of(mode, loss, sgd(loss))
+
+
+@pytest.mark.parametrize('devices', [1, 3])
+def test_a_condition_that_is_computed_twice(devices, behavior):
+    compare(a_branch_and_a_penalty, batches(17, steps=2), devices, recompute=True)
 
 
 def convolutions(features):

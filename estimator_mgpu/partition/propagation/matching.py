@@ -34,7 +34,7 @@ from estimator_mgpu.partition.plan import (
 )
 from estimator_mgpu.partition.propagation.scope import Scope
 from estimator_mgpu.partition.rules import HEAVY, selections
-from estimator_mgpu.partition.rules.notation import Operand, Signature, labels_of
+from estimator_mgpu.partition.rules.notation import Operand, Signature, check_reduction, labels_of
 from estimator_mgpu.partition.sizes import (
     ONE,
     RowSpace,
@@ -240,6 +240,7 @@ class Match:
                 factor = per_row(dims[axis], way.rows) or way.factor
                 placements.append(way.shard(axis, factor))
             elif self._signature.reduce:
+                check_reduction(self._signature.reduce, self._op.outputs[index].dtype)
                 placements.append(Partial(self._signature.reduce, way.rows))
             else:
                 placements.append(REPLICATE)

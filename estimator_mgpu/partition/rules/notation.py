@@ -52,6 +52,7 @@ from typing import Any, NamedTuple, TypeVar, Union
 import numpy as np
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.placements import MOMENTS
 from estimator_mgpu.partition.plan import Constant, EntriesOf, Form, IndicesOfRows, Label, SizesOf
 from estimator_mgpu.partition.size_inference import Sizes
 from estimator_mgpu.partition.sizes import ONE, Size
@@ -228,6 +229,25 @@ def labels_of(operand: Operand) -> tuple[Label, ...]:
 def failure(op: tf.Operation, error: Exception) -> RuntimeError:
     """The error for a rule that fails, rather than says "not sharded"."""
     return RuntimeError(f'{op.name!r} (a {op.type}): {type(error).__name__}: {error}')
+
+
+def check_reduction(reduction: str, dtype: tf.DType) -> None:
+    """Raises ValueError if partial results of a type can't be reduced: numbers by `all`, say.
+
+    Means of integers are found out by `check_rule`, as TensorFlow has no kernel for them.
+    """
+    number = dtype.is_floating or dtype.is_integer
+    legal: tuple[str, ...] = ('all', 'any') if dtype.is_bool else ()
+    if number or dtype.is_complex:
+        legal = ('sum', 'mean', 'prod')
+    if number:
+        legal += ('max', 'min')
+    # Moments are of floats only, and no user's rule has them.
+    if reduction not in (*legal, MOMENTS):
+        raise ValueError(
+            f'its rule reduces {dtype.base_dtype.name} by {reduction!r}. Legal is '
+            f'{" or ".join(legal) or "no reduction"}.'
+        )
 
 
 # Texts.
