@@ -42,7 +42,8 @@ def check_rule(
     - each of them in turn with one entry, if the op broadcasts it: because the function has such an
       input, or because TensorFlow accepts 1 there, and no other number, when it builds the graph.
 
-    Then the whole function is sharded along dimension 0 of its arrays. Ops in loops and branches
+    Then the whole function is sharded along dimension 0 of its arrays: with all examples, and with
+    the first `towers - 1`, so that one device has none. It has to take so many. Ops in loops and branches
     are tried only so, and all ops only with the attributes that they have in the function. An op
     that doesn't check the shapes of its inputs may crash if its rule is wrong.
 
@@ -73,7 +74,8 @@ def check_rule(
         ranks than the op has. For an op by itself it says which op, along which dimension of which
         input; for the function as a whole, only what differs.
       ValueError: if an argument isn't as described above; if the function draws random numbers.
-      RuntimeError: if a rule that is a function fails, or returns what isn't a rule.
+      RuntimeError: if a rule that is a function fails, or returns what isn't a rule; if a rule
+        reduces a type by what it doesn't have, as strings by a sum.
       tf.errors.OpError: TensorFlow's own, if the function as a whole fails.
     """
     arrays = [np.asarray(array) for array in rows]
