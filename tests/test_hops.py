@@ -1,12 +1,14 @@
 """How many messages between devices follow each other: a step waits for each of them."""
 
+import numpy as np
 import pytest
 import tensorflow.compat.v1 as tf
 
 import estimator_mgpu
 from estimator_mgpu.partition.messages import slices
 from estimator_mgpu.partition.towers import everywhere
-from models import floats, sgd, spec_of
+from estimator_mgpu.tf_internals import graphs, op_types
+from models import floats, sgd, spec_of, step
 from test_samples import SAMPLES
 from towers import behavior_of, compare, compare_outputs, session
 
@@ -17,7 +19,7 @@ with pytest.MonkeyPatch.context() as patch:
 pytestmark = pytest.mark.core
 
 
-def normalized(layers, fused):
+def normalized(layers, fused, trained='.*'):
     def model_fn(features, labels, mode):
         net = features
         for _ in range(layers):
@@ -26,7 +28,9 @@ def normalized(layers, fused):
             net = tf.nn.relu(net)
         loss = tf.reduce_mean(tf.square(tf.layers.dense(net, 1) - labels))
         with tf.control_dependencies(tf.get_collection(tf.GraphKeys.UPDATE_OPS)):
-            return spec_of(mode, loss, sgd(loss, 0.1))
+            optimizer = tf.train.GradientDescentOptimizer(0.1)
+            variables = tf.trainable_variables(trained)
+            return spec_of(mode, loss, optimizer.minimize(loss, step(), variables))
 
     return model_fn
 
@@ -46,30 +50,68 @@ def hops(model_fn, devices):
 
 
 @pytest.mark.parametrize('fused, each', [(True, 2), (False, 3)], ids=['fused', 'unfused'])
-def test_batch_normalization_waits_twice(fused, each, own_memory):
-    """For the statistics, and in the gradient for sums; unfused, the mean comes before the rest."""
-    of_two, of_five = (hops(normalized(layers, fused), 3) for layers in (2, 5))
-    assert of_five - of_two == 3 * each
+@pytest.mark.parametrize('devices', [3, 8])
+def test_batch_normalization_waits_twice(fused, each, devices, behavior, own_memory):
+    """For the statistics, and in the gradient for sums; unfused, the mean comes before the rest.
 
-
-@pytest.mark.parametrize('fused, each', [(True, 3), (False, 10)], ids=['fused', 'unfused'])
-def test_reference_variables(fused, each, own_memory):
-    """What a reference variable is combined with is made on its device, with any number of them.
-
-    Which devices these are makes a difference of one.
+    What is combined with a reference variable is made on each device, as with another variable.
     """
-    with behavior_of('v1'):
-        for devices in (3, 8):
-            of_two, of_five = (hops(normalized(layers, fused), devices) for layers in (2, 5))
-            assert 3 * each - 1 <= of_five - of_two <= 3 * each
-        counts = [traffic.count_on_devices('cnn', devices).hops for devices in (4, 8)]
-    assert max(counts) - min(counts) <= 1
-    assert max(counts) <= 6 + 2 * 6
+    for trained in ('.*', 'dense'):  # Of the others, only moving averages are written.
+        of_two, of_five = (hops(normalized(layers, fused, trained), devices) for layers in (2, 5))
+        assert of_five - of_two == 3 * each
 
 
-@pytest.mark.parametrize('network', ['deep', 'cnn', 'transformer'])
-def test_as_many_with_any_number_of_devices(network):
-    counts = [traffic.count_on_devices(network, devices).hops for devices in (4, 5, 8)]
+def test_a_reference_variable_is_copied_before_the_write(own_memory):
+    """Devices use its value at any time, as does the user's op, if somebody fetches it."""
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', initializer=floats(3, seed=1), use_resource=False)
+        of_sum = tf.tanh(tf.reduce_mean(features, 0))
+        loss = tf.reduce_mean(tf.square(features * tf.add(scale, of_sum, name='sum') - labels))
+        return spec_of(mode, loss, tf.assign(scale, of_sum).op)
+
+    with tf.Graph().as_default() as graph, session(3) as run:
+        batch = tf.placeholder(tf.float32, [None, 3]), tf.placeholder(tf.float32, [None, 1])
+        spec = estimator_mgpu.replicate(model_fn, devices=3)(*batch, 'train')
+        [copy] = [op for op in graph.get_operations() if op.type == op_types.DEEP_COPY]
+        assert copy.device == graph.get_operation_by_name('scale').device
+        assert len({user.device for user in copy.outputs[0].consumers()}) == 3
+        combined = graph.get_tensor_by_name('sum:0')
+        before = graphs.ancestors([spec.train_op])
+        assert copy in before and combined.op not in before
+
+        fed = {batch[0]: floats(7, 3), batch[1]: floats(7, 1)}
+        expected = floats(3, seed=1) + np.tanh(floats(7, 3).mean(0))
+        for _ in range(30):
+            run.run(tf.global_variables_initializer())
+            value, _ = run.run([combined, spec.train_op], fed)
+            np.testing.assert_allclose(value, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize('microbatches', [1, 2])
+def test_what_is_read_after_an_update(microbatches, own_memory):
+    """It depends on the batch, and isn't copied: turns know that it comes after all of them."""
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', initializer=floats(3, seed=1), use_resource=False)
+        update = tf.no_op()
+        for reduce in (tf.reduce_mean, tf.reduce_max):
+            with tf.control_dependencies([update]):
+                combined = scale.read_value() + tf.tanh(reduce(features, 0))
+                loss = tf.reduce_mean(tf.square(features * combined - labels))
+                update = tf.train.GradientDescentOptimizer(0.1).minimize(loss)
+        return spec_of(mode, loss, update)
+
+    batches = [(floats(n, 3, seed=n), floats(n, 1, seed=10 + n)) for n in (9, 7)]
+    compare(model_fn, batches, 3, static=False, rtol=1e-4, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(
+    'network, version', [('deep', 'v2'), ('transformer', 'v2'), ('cnn', 'v2'), ('cnn', 'v1')]
+)
+def test_as_many_with_any_number_of_devices(network, version):
+    with behavior_of(version):
+        counts = [traffic.count_on_devices(network, devices).hops for devices in (4, 5, 8)]
     assert len(set(counts)) == 1
     # Variables to towers, gradients to variables, and six batch normalizations.
     assert counts[0] <= {'deep': 6, 'transformer': 6, 'cnn': 6 + 2 * 6}[network]

@@ -43,9 +43,9 @@ def check_rule(
       input, or because TensorFlow accepts 1 there, and no other number, when it builds the graph.
 
     Then the whole function is sharded along dimension 0 of its arrays: with all examples, and with
-    the first `towers - 1`, so that one device has none. It has to take so many. Ops in loops and branches
-    are tried only so, and all ops only with the attributes that they have in the function. An op
-    that doesn't check the shapes of its inputs may crash if its rule is wrong.
+    the first `towers - 1`, so that one device has none. It has to take so many. Ops in loops and
+    branches are tried only so, and all ops only with the attributes that they have in the function.
+    An op that doesn't check the shapes of its inputs may crash if its rule is wrong.
 
     Examples:
       >>> rows = np.random.randn(7, 3).astype('float32')

@@ -28,6 +28,7 @@ from estimator_mgpu.partition.rewrites.take_apart_loops import take_apart_loops
 from estimator_mgpu.partition.rules import OF_DEVICE, RULES
 from estimator_mgpu.partition.sizes import RowSpace
 from estimator_mgpu.partition.towers.build_towers import Towers, build_towers
+from estimator_mgpu.partition.towers.everywhere import copy_small_references
 from estimator_mgpu.tf_internals.graphs import dependents
 from estimator_mgpu.tf_internals.v1_loops import find_loops, with_loops
 
@@ -132,4 +133,5 @@ STEPS: tuple[Callable[[Division], None], ...] = (
     _plan,
     bypass_needless_ops,  # The plan knows their sizes.
     place_ops,
+    copy_small_references,  # For what the plan doesn't shard; beside the variable.
 )

@@ -156,6 +156,8 @@ class Order:
         for variable in self._variables.pop(op, ()):
             self._reads[variable] &= ~self.bits(op)
         self.late_reads &= ~self.bits(op)
+        if not self.bits(op) & self.effects:
+            del self._bit_of[op]  # It touches no state any more.
 
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
         """Ops that an op can wait for, by control edges, so that it waits for what is missing.

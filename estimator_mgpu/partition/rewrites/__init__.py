@@ -18,7 +18,7 @@ Ops are replaced by such as can be sharded, or as use less memory:
 
 Ops wait for less, or for a read of their own:
 
-- `later_reads`, `idle_reads`: reference variables that are read after a write, or by what nobody
-  uses.
+- `later_reads`, `copied_reads`: reference variables that are read after a write, or of which a copy
+  is read, as by what nobody uses.
 - `loop_waits`, `identities`: what only waits.
 """

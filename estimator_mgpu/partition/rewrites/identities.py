@@ -32,7 +32,7 @@ import tensorflow.compat.v1 as tf
 
 from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.order.order import Order
-from estimator_mgpu.partition.rewrites.idle_reads import copy_for_idle_reads
+from estimator_mgpu.partition.rewrites.copied_reads import copy_for_idle_reads
 from estimator_mgpu.tf_internals import graphs, op_types, private
 
 

@@ -20,7 +20,7 @@ In: a tensor that towers need in full, and a device. Out: its value, made there.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Set
 
 import tensorflow.compat.v1 as tf
 
@@ -30,7 +30,8 @@ from estimator_mgpu.partition.division import Division
 from estimator_mgpu.partition.messages.packing import Pack
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import Partial
-from estimator_mgpu.partition.plan import Plan
+from estimator_mgpu.partition.plan import FULL, Plan
+from estimator_mgpu.partition.rewrites.copied_reads import copy_for_reads
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.origins import Origins
 from estimator_mgpu.partition.towers.values import Values
@@ -40,6 +41,60 @@ from estimator_mgpu.tf_internals import op_types, private
 _SMALL = 1 << 16  # bytes: sending more costs more than the time of a message
 _MOST_OPS = 32  # that lead to a value: each device has a copy of them
 _MOST_DEVICES = 16  # of a machine: n of them send n * (n - 1) messages
+
+
+def copy_small_references(division: Division) -> None:
+    """Gives copies of reference variables to the ops of which each device may have its own.
+
+    These lead from sums to small values that towers need. An op that reads a variable's memory runs
+    once, before the write. With a copy it only computes, as with a resource variable's value.
+    """
+    order = division.order
+    if not order.late_reads or not _is_worth_it(division):
+        return
+    of_batch = set(division.plan.order)
+    sent = set()
+    for op in _small_and_needed(division, of_batch):
+        sent |= {tensor.name for tensor in filter(order.variables_behind, op.inputs)}
+
+    def is_given_copies(op: tf.Operation) -> bool:
+        """Whoever uses one of these values is given copies, so that each is sent once.
+
+        Of what is read after an update, the plan knows that it depends on the batch: it stays.
+        """
+        read = list(filter(order.variables_behind, op.inputs))
+        can_be_copied = all(_is_small(tensor) and tensor.op not in of_batch for tensor in read)
+        return can_be_copied and any(tensor.name in sent for tensor in read)
+
+    copy_for_reads(division.graph, order, is_given_copies)
+
+
+def _small_and_needed(division: Division, of_batch: Set[tf.Operation]) -> set[tf.Operation]:
+    """The ops that run once, and lead from the batch to small values that towers need."""
+    plan = division.plan
+    found: set[tf.Operation] = set()
+    sharded = {division.graph.get_operation_by_name(name): plan.ops[name] for name in plan.ops}
+    stack = [
+        tensor
+        for op, op_plan in sharded.items()
+        for tensor, need in zip(op.inputs, op_plan.needs)
+        if need == FULL
+    ]
+    while stack:
+        tensor = stack.pop()
+        op = tensor.op
+        if op in of_batch and op not in sharded and op not in found and _is_small(tensor):
+            found.add(op)
+            stack += op.inputs
+    return found
+
+
+def _is_worth_it(division: Division) -> bool:
+    """Whether devices have memory of their own, and aren't too many to send to each other."""
+    devices = set(division.devices)
+    # What logical CPU devices share is made once.
+    is_shared = len(set(map(memory_of, devices))) == 1
+    return not is_shared and len(devices) <= _MOST_DEVICES * len(set(map(machine_of, devices)))
 
 
 def find_small(
@@ -55,10 +110,7 @@ def find_small(
     Returns:
       The ops that lead from partial results to each of them, by its name.
     """
-    devices = set(division.devices)
-    # What logical CPU devices share is made once.
-    is_shared = len(set(map(memory_of, devices))) == 1
-    if is_shared or len(devices) > _MOST_DEVICES * len(set(map(machine_of, devices))):
+    if not _is_worth_it(division):
         return {}
 
     plan = division.plan

@@ -1,19 +1,23 @@
-"""Reads of reference variables whose results nobody uses get a copy of the variable.
+"""Some ops that read reference variables are given a copy of the variable.
+
+The value of a reference variable lies in the variable's own memory, so whoever uses it reads `w`
+when it runs, and has to come before the write to `w`. With a copy, only the copy has to:
+
+    w --> product - - -> write to w        w --> copy of w - - -> write to w
+                                                    |
+                                                    +-----> product, at any time
+
+That is worth an op in two cases: if nobody uses what is computed, as here, and for small ops of
+which each device has its own, in `towers.everywhere`.
 
 `tf.gradients` computes the gradient of a product with respect to both factors. In a first layer,
 the one with respect to the features is read by nobody:
 
     matmul(gradient, w)  -->  entry of a tuple, without users
 
-The value of a reference variable lies in the variable's own memory, so this product reads `w` when
-it runs, and has to come before the write to `w`. Whoever fetches it relies on that. So each step
-would compute the largest product of some models for nothing: of `mlp` and `wide` in
-`samples/benchmark.py --legacy`, it would take 1.2 times as long. With a copy of `w`, only the copy
-has to come before the write, and the product runs only if somebody fetches it:
-
-    copy(w)  -->  write to w
-        |
-        +----->  matmul(gradient, copy(w))
+Whoever fetches it relies on its coming before the write. So each step would compute the largest
+product of some models for nothing: of `mlp` and `wide` in `samples/benchmark.py --legacy`, it would
+take 1.2 times as long. With a copy of `w`, it runs only if somebody fetches it.
 
 In: the graph, and the order in which it touches state. Out: copies in place of operands; the order
 knows that writes come after them.
@@ -21,10 +25,11 @@ knows that writes come after them.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import tensorflow.compat.v1 as tf
 
+from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.order.order import Order
 from estimator_mgpu.tf_internals import graphs, private, tracebacks
 
@@ -37,14 +42,29 @@ def copy_for_idle_reads(graph: tf.Graph, identities: Container[tf.Operation], or
       identities: the identities that are going to be bypassed.
       order: of the graph. What gets a copy no longer counts as a read.
     """
+    copy_for_reads(
+        graph, order, lambda op: bool(order.writes_after(op)) and _is_idle(op, identities)
+    )
+
+
+def copy_for_reads(
+    graph: tf.Graph, order: Order, is_worth_it: Callable[[tf.Operation], bool]
+) -> None:
+    """Gives copies of variables to ops that read them, where what they read stays the same.
+
+    Args:
+      graph: the graph that the model_fn has built.
+      order: of the graph. What gets a copy no longer counts as a read.
+      is_worth_it: which ops are to get copies.
+    """
     copies: dict[str, tf.Tensor] = {}
     for op in order.late_readers():
         operands = [tensor for tensor in op.inputs if order.variables_behind(tensor)]
         writes = order.writes_after(op)
         ops = [op, *writes, *(tensor.op for tensor in operands)]
-        if not writes or not order.is_quiet(op) or not all(map(order.liveness.always_runs, ops)):
+        if not order.is_quiet(op) or not all(map(order.liveness.always_runs, ops)):
             continue
-        if not _is_idle(op, identities) or not all(_can_be_copied(t, op, order) for t in operands):
+        if not is_worth_it(op) or not all(_can_be_copied(t, op, order) for t in operands):
             continue
 
         for index, tensor in enumerate(op.inputs):
@@ -82,4 +102,8 @@ def _copy(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
     with graph.as_default(), tf.control_dependencies(None), tf.name_scope(None):
         colocated = graph.colocate_with(tensor.op, ignore_existing=True)
         with colocated, tracebacks.made_for(tensor.op):
-            return tf.raw_ops.DeepCopy(x=tensor, name=f'{tensor.op.name}/copy')
+            copy = tf.raw_ops.DeepCopy(x=tensor, name=f'{tensor.op.name}/copy')
+    device = device_of(tensor.op)
+    if device:
+        private.set_device(copy.op, device)
+    return copy
