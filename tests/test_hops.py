@@ -88,6 +88,21 @@ def test_a_reference_variable_is_copied_before_the_write(own_memory):
             np.testing.assert_allclose(value, expected, rtol=1e-5)
 
 
+def test_branches_of_small_values(behavior, own_memory):
+    """Of the gradients of both branches, which are sums, only that of the one taken is there."""
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', initializer=floats(3, seed=1))
+        mean = tf.reduce_mean(features, 0)
+        is_low = tf.reduce_sum(mean) < 0
+        factor = tf.cond(is_low, lambda: scale * mean, lambda: mean + tf.square(scale))
+        loss = tf.reduce_mean(tf.square(features * factor - labels))
+        return spec_of(mode, loss, sgd(loss, 0.1))
+
+    batches = [(floats(7, 3, seed=n) + n % 2, floats(7, 1, seed=10 + n)) for n in range(4)]
+    compare(model_fn, batches, 3, static=False)
+
+
 @pytest.mark.parametrize('microbatches', [1, 2])
 def test_what_is_read_after_an_update(microbatches, own_memory):
     """It depends on the batch, and isn't copied: turns know that it comes after all of them."""

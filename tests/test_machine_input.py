@@ -443,13 +443,15 @@ def test_values_of_ragged_tensors_of_all_machines(three_machines):
             'sums': tf.reduce_sum(features['vector'], 1),
             'first': ids[:, :2].to_tensor(),
             'longest': ids.bounding_shape(),
+            'dense': tf.square(features['dense']),
         }
         return tf.estimator.EstimatorSpec('infer', predictions=predictions)
 
     found = []
     for fn in (model_fn, estimator_mgpu.replicate(model_fn, devices=DEVICES)):
         with tf.Graph().as_default():
-            predictions = fn(read_sparse(PARTS['uneven'], to_ragged)()[0]).predictions
+            features, labels = read_sparse(PARTS['uneven'], to_ragged)()
+            predictions = fn({**features, 'dense': labels}).predictions
             found.append(until_the_end(three_machines, predictions)[0])
     one, ours = found
     assert len(one) == 3 and len(one[0]['splits']) == 13
@@ -463,17 +465,20 @@ def test_values_with_row_splits_of_another_feature(three_machines):
     def input_fn(input_context=None):
         own = [of_machines[input_context.input_pipeline_id] for of_machines in rows]
         x, y = (tf.ragged.constant(of_rows, tf.float32, ragged_rank=1) for of_rows in own)
-        return tf.data.Dataset.from_tensor_slices((x, y)).batch(2)
+        dense = np.ones(len(own[0]), np.float32)
+        return tf.data.Dataset.from_tensor_slices((x, y, dense)).batch(2)
 
     def model_fn(features):
-        lengths = tf.cast(features.row_lengths(), tf.float32)
-        sums = tf.reduce_sum(features.to_tensor() ** 2, 1) + lengths
+        ragged = features['ragged']
+        lengths = tf.cast(ragged.row_lengths(), tf.float32)
+        sums = tf.reduce_sum(ragged.to_tensor() ** 2, 1) + lengths * features['dense']
         return tf.estimator.EstimatorSpec('infer', predictions={'sums': sums})
 
     replicated = estimator_mgpu.replicate(model_fn, devices=DEVICES)
     with tf.Graph().as_default():
-        x, y = read_by_machine(input_fn)()
-        features = tf.RaggedTensor.from_row_splits(x.values, y.row_splits, validate=False)
+        x, y, dense = read_by_machine(input_fn)()
+        ragged = tf.RaggedTensor.from_row_splits(x.values, y.row_splits, validate=False)
+        features = {'ragged': ragged, 'dense': dense}
         [found], _ = until_the_end(three_machines, replicated(features).predictions)
     assert found['sums'].tolist() == [1 + 1, 4 + 1, 9 + 16 + 2, 0, 25 + 1]
 

@@ -46,10 +46,10 @@ def test_an_entry_waits_for_no_other(use_resource, effects):
         w = tf.get_variable('w', [3], use_resource=use_resource)
         count = variable('count', initializer=tf.zeros_initializer())
         update = [count.assign_add(1.0).op] if effects else []
-        x, y = tf.identity(tf.tanh(features), 'x'), tf.identity(tf.square(features), 'y')
+        x, y = tf.tanh(features, 'x'), tf.square(features, 'y')
         with tf.control_dependencies(update):
             first, _ = tf.tuple([x, y], name='pair')
-        loss = tf.reduce_sum(tf.identity(first, 'used') * w)
+        loss = tf.reduce_sum(tf.tanh(first, name='used') * w)
         return spec_of(mode, loss, tf.no_op())
 
     with tf.Graph().as_default(), session(2) as run:

@@ -106,8 +106,8 @@ def _is_used(leaf: Any) -> bool:
 def _total(leaves: dict[Path, Any]) -> tf.Tensor:
     """The number of examples of leaves, with an assertion that all have the same.
 
-    If machines have read parts, each machine's have the same: of all of these, a tower takes the
-    same rows.
+    If machines have read parts, all leaves of a machine need the same number: a tower takes the
+    same rows of each.
     """
     parts = {path: parts_of(leaf) for path, leaf in leaves.items()}
     parts = {path: of_leaf for path, of_leaf in parts.items() if len(of_leaf) > 1}
@@ -129,9 +129,10 @@ def _total(leaves: dict[Path, Any]) -> tf.Tensor:
 
 
 def _total_of_machine(leaves: dict[Path, Any], machine: str = '') -> tf.Tensor:
-    """The same of what one machine has read; if it's one of several, messages name it."""
+    """The number of examples that a machine has read; if it's one of several, messages name it."""
     first = next(iter(leaves.values()))
-    is_static = all(static_rows(leaf) is not None for leaf in leaves.values())
+    # Of one machine, what the graph knows has been compared.
+    is_static = not machine and all(static_rows(leaf) is not None for leaf in leaves.values())
     if len(leaves) == 1 or is_static:
         return tf.cast(number_of_rows(first), tf.int32)
 
@@ -178,10 +179,10 @@ def if_same(numbers: tf.Tensor, message: str, value: tf.Tensor) -> tf.Tensor:
 
 
 def record_parts(leaf: Any, parts: Sequence[Any]) -> None:
-    """Notes in the graph that a leaf is the concatenation of others, which machines have read.
+    """Notes in the graph which parts of a leaf machines have read: joined, they are the leaf.
 
-    Of a ragged tensor, the values and the row splits have parts, too. Each machine's row splits
-    begin with 0, so that they aren't just concatenated.
+    What a ragged tensor consists of has parts, too. Row splits of each machine begin with 0, so
+    joining them takes more than a concatenation.
     """
     components = [tf.nest.flatten(each, expand_composites=True) for each in (leaf, *parts)]
     graph = components[0][0].graph

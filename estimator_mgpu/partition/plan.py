@@ -82,13 +82,13 @@ class SparseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """The tower's rows of a ragged tensor: its values there, or their row splits."""
+    """The tower's rows of a ragged tensor: its values there, their row splits, or one of these."""
 
     values: str  # the name of the tensor with the values
     splits: str  # and of that with the row splits
     rows: RowSpace
-    # Where in the row splits each row has the number that is given: 0 where it begins, 1 where it
-    # ends. None for all row splits, or for values.
+    # Which of its two row splits is given for each row: 0, where it begins, or 1, where it ends.
+    # None for all row splits, or for values.
     offset: int | None = None
 
 

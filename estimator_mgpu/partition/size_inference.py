@@ -152,7 +152,7 @@ class Sizes:
           outputs: tensors with the entries, one for each selection.
           rows: what the selections are made of.
           kind: which row spaces they are, unless they are made of different ids.
-          is_partition: whether each entry is in one selection.
+          is_partition: whether each row is in one selection, so that different ids are in parts.
         """
         more: dict[str, Any] = {}
         if is_partition and isinstance(rows, UniqueRows) and not isinstance(rows, EntriesOfIds):

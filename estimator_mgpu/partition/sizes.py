@@ -130,15 +130,16 @@ class UniqueRows(SelectedRows):
         return True
 
     def are_in(self, name: str) -> bool:
-        """Whether a tensor of this name has the ids, rather than something that belongs to them."""
+        """Whether a tensor has the ids themselves, rather than something that belongs to them."""
         return type(self) is UniqueRows and name == self.name
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PartOfIds(UniqueRows):
-    """A part of different ids, such as those whose rows are in one part of a table.
+    """Those of different ids that are in one part, as those whose rows are in one part of a table.
 
-    They start with something that belongs to them, and are `picked_from` all ids.
+    A tensor of their name has one row for each of them: not necessarily the ids. They are
+    `picked_from` all ids.
     """
 
     @property
@@ -150,9 +151,10 @@ class PartOfIds(UniqueRows):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EntriesOfIds(UniqueRows):
-    """Entries that are picked of what belongs to different ids: an id may have several.
+    """What a mask picks of a tensor with a row for each id: of an id, nothing or several entries.
 
-    Other ops than those of towers are given what the user's own op picks.
+    So those of towers can't be put together by id: ops that run once are given what the user's own
+    op picks of all.
     """
 
 

@@ -44,8 +44,8 @@ def works_of(plan: Plan) -> Works:
     """The work of each op that depends on the batch: of sharded ones, and of those that run once.
 
     The work of a v1 loop is that of one of the ops that give its results. What is computed of a
-    variable alone, such as Adam's update of all rows of a table, is computed of no batch, also
-    after the variable's update.
+    variable alone, such as Adam's update of all rows of a table, is work of no batch, even if it
+    comes after an update.
     """
     batch = [op for op in plan.order if op.name in plan.ops or op.name in plan.once]
     of_updated_variables = _of_updated_variables(plan, batch)
@@ -63,9 +63,10 @@ def works_of(plan: Plan) -> Works:
 
 
 def _of_updated_variables(plan: Plan, batch: Sequence[tf.Operation]) -> Set[tf.Operation]:
-    """Those of the ops that depend on the batch that only do by updates of reference variables.
+    """The ops that depend on the batch only because a variable was updated by it.
 
-    An update of a reference variable gives the variable. A resource's value is read after it.
+    An update of a reference variable gives the variable, so what reads it there seems to depend on
+    the batch. A resource variable is read by its handle, which doesn't.
     """
     found: set[tf.Operation] = set()
     for op in batch:

@@ -221,12 +221,11 @@ def _source(predicate: tf.Tensor) -> tf.Tensor | bool:
     """What a predicate is a copy of; or its value, as towers have their own copies of constants.
 
     `tf.cond` gives its switches several copies of one predicate. If that is a variable, each switch
-    has a read of its own. What is computed twice by `recompute=True` gets it by another op.
+    has a read of its own. With `recompute=True`, copies of ops are given it by a barrier: an
+    `EnsureShape` or a `StopGradient`.
     """
-    copies = (
-        *(op_types.IDENTITY, op_types.READ_VARIABLE, *op_types.SWITCH),
-        *(op_types.ENSURE_SHAPE, op_types.STOP_GRADIENT),
-    )
+    barriers = (op_types.ENSURE_SHAPE, op_types.STOP_GRADIENT)
+    copies = (op_types.IDENTITY, op_types.READ_VARIABLE, *op_types.SWITCH, *barriers)
     while predicate.op.type in copies:
         predicate = predicate.op.inputs[0]
     is_constant = predicate.op.type == op_types.CONST

@@ -121,7 +121,7 @@ def find_packs(
     groups: dict[Hashable, list[tf.Tensor]] = {}
     for tensor, rows in candidates.values():
         users = frozenset(i for i, call in enumerate(ops_of_calls) if tensor.op in call)
-        is_free = _is_always_there(tensor, order.liveness)
+        is_free = is_always_there(tensor, order.liveness)
         if users and is_free and tensor.op not in before_first_values and _is_small(tensor):
             device = device_of_full(tensor)
             effects_before = effects[tensor.op], order.upstream(tensor.op) & order.effects
@@ -132,7 +132,7 @@ def find_packs(
     return {tensor.name: pack for pack in packs for tensor in pack.tensors}
 
 
-def _is_always_there(tensor: tf.Tensor, liveness: Liveness) -> bool:
+def is_always_there(tensor: tf.Tensor, liveness: Liveness) -> bool:
     """Whether a tensor is in no v1 loop, and never dead: else all of its pack would be dead."""
     return not (liveness.output_frame(tensor.op) or liveness.output_may_be_dead(tensor))
 

@@ -7,8 +7,8 @@ when it runs, and has to come before the write to `w`. With a copy, only the cop
                                                     |
                                                     +-----> product, at any time
 
-That is worth an op in two cases: if nobody uses what is computed, as here, and for small ops of
-which each device has its own, in `towers.everywhere`.
+That is worth an op in two cases: where nobody uses the product, so that a step needn't compute it;
+and where it's small, so that each device can compute its own, as `towers.everywhere` lets it.
 
 `tf.gradients` computes the gradient of a product with respect to both factors. In a first layer,
 the one with respect to the features is read by nobody:

@@ -139,6 +139,9 @@ def _reshaped_sums_by_id(
     if not sizes.entries(op.inputs[1]):
         return None
     new_dims = shapes.new_dims(op, dims, sizes)
+    of_output = [sizes.unknown_dim(op.outputs[0], axis) for axis in range(len(new_dims))]
+    if any(own.symbols[0] in size.symbols for own in of_output for size in new_dims):
+        return None  # A copy can't be given the sizes of its own output.
     local_shape = local_shape_by_rows(new_dims, ids)
     if local_shape is None or new_dims[0] != ids.size:
         return None
@@ -174,6 +177,8 @@ def _sums_of_picked_ids(
     """`GatherV2` at positions, as in the gradient of a table in parts: each part has some ids."""
     if not isinstance(positions, Positions) or positions.rows is not ids:
         return None
+    if positions.repeats != ONE:
+        return None  # Each id of the part has one row.
     is_along_ids = sizes.numbers(op.inputs[2]) == [0] and op.get_attr('batch_dims') == 0
     if not is_along_ids or sizes.rank(op.inputs[1]) != 1:
         return None

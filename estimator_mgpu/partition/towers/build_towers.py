@@ -191,7 +191,7 @@ def _collect_nodes(
     packs = find_packs(division, ops, sharded, origins.device_of_full)
     slices = Slices(find_sent(plan, sharded, packs, origins.device_of_full), division.devices)
     small = find_small(division, origins, packs, waits)
-    values = Values(division, origins, packs, packs_of_ops(plan, small), slices, towers, nodes)
+    values = Values(division, origins, packs, packs_of_ops(division, small), slices, towers, nodes)
     sender = Sender(values)
     everywhere = Everywhere(small, values)
     copies = Copies(values, sender, waits, everywhere)

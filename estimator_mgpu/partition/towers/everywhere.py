@@ -27,10 +27,10 @@ import tensorflow.compat.v1 as tf
 from estimator_mgpu.devices import machine_of, memory_of, relay
 from estimator_mgpu.partition.byte_counts import bytes_of
 from estimator_mgpu.partition.division import Division
-from estimator_mgpu.partition.messages.packing import Pack
+from estimator_mgpu.partition.messages.packing import Pack, is_always_there
 from estimator_mgpu.partition.once_devices import device_of
 from estimator_mgpu.partition.placements import Partial
-from estimator_mgpu.partition.plan import FULL, Plan
+from estimator_mgpu.partition.plan import FULL
 from estimator_mgpu.partition.rewrites.copied_reads import copy_for_reads
 from estimator_mgpu.partition.towers.function_copies import ATTRS_OF_GLOBAL_BATCH
 from estimator_mgpu.partition.towers.origins import Origins
@@ -128,25 +128,27 @@ def find_small(
     return behind
 
 
-def packs_of_ops(plan: Plan, small: Collection[str]) -> dict[str, Pack]:
+def packs_of_ops(division: Division, small: Collection[str]) -> dict[str, Pack]:
     """The partial sums of one op that share a message to each device, by their names.
 
     Such are the two that the gradient of batch normalization needs.
 
     Args:
-      plan: which ops give them.
+      division: the graph, and its plan, which says what ops give.
       small: the names of the values that devices may make.
     """
     packs: dict[str, Pack] = {}
     if not small:
         return packs
+    plan = division.plan
     for op in plan.order:
         sums = defaultdict[Hashable, list[tf.Tensor]](list)
         for tensor in op.outputs:
             placement = plan.placements.get(tensor.name)
             if not isinstance(placement, Partial) or placement.reduce != 'sum':
                 continue
-            if tensor.name in small and tensor.consumers() and tensor.shape.rank:
+            is_there = is_always_there(tensor, division.order.liveness)
+            if is_there and tensor.name in small and tensor.consumers() and tensor.shape.rank:
                 sums[placement.rows, tensor.dtype].append(tensor)
         for tensors in sums.values():
             if len(tensors) > 1:

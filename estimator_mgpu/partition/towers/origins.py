@@ -36,10 +36,13 @@ class Origins:
         self._row_splits = {need.splits for need in ragged}
         # The ops that ask for the sizes of something that only towers have: of all that they ask
         # for, or of a part of it, as the rest may be on another device.
+        # But what counts the examples measures what was read.
+        ops_of_total = graphs.ancestors([division.total.op]) if division.total is not None else ()
         queries_of_local = [
             op
             for op in graphs.ops_of_types(division.graph, op_types.SHAPE_QUERIES)
-            if any(self._is_local(tensor) for tensor in op.inputs)
+            if op not in ops_of_total
+            and any(self._is_local(tensor) for tensor in op.inputs)
             and not all(self._is_read_by_one(tensor) for tensor in op.inputs)
         ]
         # Every user of every tensor asks, so the answers are found first: the tensors' names.

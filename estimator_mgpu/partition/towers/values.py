@@ -225,24 +225,27 @@ class Values:
         return {tensor.name: combine(self.shards.of(rows.origin), merged, values, device)}
 
     def merged_ids(self, rows: UniqueRows) -> MergedIds:
-        """The different ids of all towers."""
+        """The different ids of all towers; of a part, those that belong to it."""
         all_ids = rows
         while isinstance(all_ids, PartOfIds):
             all_ids = all_ids.whole
         ids = self.division.graph.get_tensor_by_name(all_ids.name)
-        of_towers, firsts = [], []
+        ids_of_towers, firsts = [], []
         for tower in self.towers:
-            of_towers.append(self._part(rows, self.local(ids, tower), tower))
+            ids_of_towers.append(self._part(rows, self.local(ids, tower), tower))
             # If entries are in the order of the rows, those of a tower come before the next's.
             if all_ids.picked_from is not None:
                 first = self._first_entries(ids, all_ids.picked_from, tower)
                 firsts.append(self._part(rows, first, tower))
         origin = self.shards.of(rows.origin)
         device = self.origins.device_of_ids(rows)
-        return unique_ids.merge(origin, of_towers, rows.is_sorted, firsts, device)
+        return unique_ids.merge(origin, ids_of_towers, rows.is_sorted, firsts, device)
 
     def _part(self, rows: UniqueRows, values: str, tower: Tower) -> str:
-        """What belongs to a part of a tower's different ids, of what belongs to all of them."""
+        """Of what a tower has for each of its different ids, what belongs to those of a part.
+
+        It's picked as the user's `tf.dynamic_partition` picks it.
+        """
         if not isinstance(rows, PartOfIds):
             return values
         values = self._part(rows.whole, values, tower)
