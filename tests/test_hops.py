@@ -103,6 +103,21 @@ def test_branches_of_small_values(behavior, own_memory):
     compare(model_fn, batches, 3, static=False)
 
 
+def test_ops_that_need_a_reference(own_memory):
+    """A `RefSwitch`, by which a branch reads a variable, isn't given a copy of it."""
+
+    def model_fn(features, labels, mode):
+        scale = tf.get_variable('scale', initializer=floats(3, seed=1), use_resource=False)
+        mean = tf.reduce_mean(features, 0)
+        read = tf.cond(tf.reduce_sum(mean) > 9, lambda: mean, lambda: scale.read_value())
+        loss = tf.reduce_mean(tf.square(features * (scale + mean) + read - labels))
+        return spec_of(mode, loss, sgd(loss, 0.1))
+
+    batches = [(floats(7, 3, seed=n), floats(7, 1, seed=10 + n)) for n in range(3)]
+    with behavior_of('v1'):
+        compare(model_fn, batches, 3, static=False)
+
+
 @pytest.mark.parametrize('microbatches', [1, 2])
 def test_what_is_read_after_an_update(microbatches, own_memory):
     """It depends on the batch, and isn't copied: turns know that it comes after all of them."""

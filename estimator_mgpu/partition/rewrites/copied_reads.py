@@ -94,7 +94,8 @@ def _is_idle(op: tf.Operation, identities: Container[tf.Operation]) -> bool:
 def _can_be_copied(tensor: tf.Tensor, op: tf.Operation, order: Order) -> bool:
     """Whether an op that reads a variable by a tensor reads what is there when the tensor is."""
     is_write_between = order.must_come_before(op) & ~order.upstream(tensor.op)
-    return tensor.dtype.is_floating and not is_write_between
+    needs_reference = any(operand.is_ref for operand in op.op_def.input_arg)  # as `RefSwitch` does
+    return tensor.dtype.is_floating and not is_write_between and not needs_reference
 
 
 def _copy(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
