@@ -243,6 +243,22 @@ def read_sparse(sizes, prepare=to_sparse):
     )
 
 
+def compare_to_one(model_fn, prepare, name, microbatches, target):
+    """Trains on machines, and on one device that reads what all of them read."""
+    parts = [sparse_steps(sizes, seed) for seed, sizes in enumerate(PARTS[name])]
+    [like] = sparse_steps([2])
+
+    def read_all():
+        dataset = dataset_of(concatenated(parts, sparse_steps([0])[0]), like).map(prepare)
+        return tf.data.make_one_shot_iterator(dataset).get_next()
+
+    replicated = estimator_mgpu.replicate(
+        model_fn, devices=DEVICES, input='machine', microbatches=microbatches
+    )
+    ours = train(read_sparse(PARTS[name], prepare), replicated, target)
+    assert_close(list(ours), list(train(read_all, model_fn)), 1e-5)
+
+
 def lookups(features, labels, mode):
     """Sums of a table's rows, of words, and of values, and what depends on sizes."""
     ids, word_ids = features['id'], tf.sparse.reorder(features['word'])
@@ -265,18 +281,7 @@ def lookups(features, labels, mode):
 @pytest.mark.parametrize('name', PARTS)
 def test_sparse_as_one_device(name, microbatches, three_machines, behavior):
     """Machines' parts may differ in width, too."""
-    parts = [sparse_steps(sizes, seed) for seed, sizes in enumerate(PARTS[name])]
-    [like] = sparse_steps([2])
-
-    def read_all():
-        dataset = dataset_of(concatenated(parts, sparse_steps([0])[0]), like).map(to_sparse)
-        return tf.data.make_one_shot_iterator(dataset).get_next()
-
-    replicated = estimator_mgpu.replicate(
-        lookups, devices=DEVICES, input='machine', microbatches=microbatches
-    )
-    ours = train(read_sparse(PARTS[name]), replicated, three_machines)
-    assert_close(list(ours), list(train(read_all, lookups)), 1e-5)
+    compare_to_one(lookups, to_sparse, name, microbatches, three_machines)
 
 
 def up_to_last_id(features, labels, mode):
@@ -389,18 +394,7 @@ def of_ragged(features, labels, mode):
 @pytest.mark.parametrize('name', PARTS)
 def test_ragged_as_one_device(name, microbatches, three_machines, behavior):
     """Some rows have no values, nor have some machines, which may differ in their longest row."""
-    parts = [sparse_steps(sizes, seed) for seed, sizes in enumerate(PARTS[name])]
-    [like] = sparse_steps([2])
-
-    def read_all():
-        dataset = dataset_of(concatenated(parts, sparse_steps([0])[0]), like).map(to_ragged)
-        return tf.data.make_one_shot_iterator(dataset).get_next()
-
-    replicated = estimator_mgpu.replicate(
-        of_ragged, devices=DEVICES, input='machine', microbatches=microbatches
-    )
-    ours = train(read_sparse(PARTS[name], to_ragged), replicated, three_machines)
-    assert_close(list(ours), list(train(read_all, of_ragged)), 1e-5)
+    compare_to_one(of_ragged, to_ragged, name, microbatches, three_machines)
 
 
 def sums_of_rows(features, labels, mode):

@@ -87,9 +87,8 @@ def several_words(rows, seed):
 
 def to_sparse(features):
     """Features of which the ragged ones have become sparse."""
-    is_ragged = lambda tensor: isinstance(tensor, tf.RaggedTensor)  # noqa: E731
     return {
-        name: tensor.to_sparse() if is_ragged(tensor) else tensor
+        name: tensor.to_sparse() if isinstance(tensor, tf.RaggedTensor) else tensor
         for name, tensor in features.items()
     }
 

@@ -109,23 +109,24 @@ def _total(leaves: dict[Path, Any]) -> tf.Tensor:
     If machines have read parts, all leaves of a machine need the same number: a tower takes the
     same rows of each.
     """
-    parts = {path: parts_of(leaf) for path, leaf in leaves.items()}
-    parts = {path: of_leaf for path, of_leaf in parts.items() if len(of_leaf) > 1}
-    if not parts:
+    in_parts = {path: parts_of(leaf) for path, leaf in leaves.items() if len(parts_of(leaf)) > 1}
+    if not in_parts:
         return _total_of_machine(leaves)
 
     totals = []
-    for of_machine in zip(*parts.values()):
-        [first, *_] = tf.nest.flatten(of_machine, expand_composites=True)
-        with tf.device(first.device):
-            machine = machine_of(first.device)
-            totals.append(_total_of_machine(dict(zip(parts, of_machine)), machine))
+    for parts in zip(*in_parts.values()):
+        device = _components(parts)[0].device
+        with tf.device(device):
+            of_machine = dict(zip(in_parts, parts))
+            totals.append(_total_of_machine(of_machine, machine_of(device)))
     total = tf.add_n(totals)
-    others = {path: leaf for path, leaf in leaves.items() if path not in parts}
+
+    # Of sparse tensors, machines have read the entries: rows are counted of all together.
+    others = {path: leaf for path, leaf in leaves.items() if path not in in_parts}
     if not others:
         return total
     numbers = [tf.cast(number_of_rows(leaf), tf.int32) for leaf in others.values()]
-    return _if_as_many([next(iter(parts)), *others], tf.stack([total, *numbers]), total)
+    return _if_as_many([next(iter(in_parts)), *others], tf.stack([total, *numbers]), total)
 
 
 def _total_of_machine(leaves: dict[Path, Any], machine: str = '') -> tf.Tensor:
@@ -184,28 +185,35 @@ def record_parts(leaf: Any, parts: Sequence[Any]) -> None:
     What a ragged tensor consists of has parts, too. Row splits of each machine begin with 0, so
     joining them takes more than a concatenation.
     """
-    components = [tf.nest.flatten(each, expand_composites=True) for each in (leaf, *parts)]
-    graph = components[0][0].graph
+    components = _components(leaf)
+    graph = components[0].graph
     if not hasattr(graph, _PARTS):
         setattr(graph, _PARTS, {})
     noted = getattr(graph, _PARTS)
-    noted[_names(leaf)] = parts
-    for component, *of_component in zip(*components):
-        noted[_names(component)] = of_component
+    noted[_names(components)] = parts
+    for component, *of_component in zip(components, *map(_components, parts)):
+        noted[_names([component])] = of_component
 
 
 def parts_of(leaf: Any) -> Sequence[Any]:
     """Returns the parts of a leaf that machines have read; or the leaf, if one read it all.
 
     Args:
-      leaf: also a tensor of which a leaf consists, or any other one.
+      leaf: a leaf, a tensor of which it consists, or any other tensor.
     """
-    [first, *_] = tf.nest.flatten(leaf, expand_composites=True)
-    return getattr(first.graph, _PARTS, {}).get(_names(leaf), [leaf])
+    components = _components(leaf)
+    return getattr(components[0].graph, _PARTS, {}).get(_names(components), [leaf])
 
 
-def _names(leaf: Any) -> tuple[str, ...]:
-    return tuple(tensor.name for tensor in tf.nest.flatten(leaf, expand_composites=True))
+def _components(leaf: Any) -> list[tf.Tensor]:
+    """The dense tensors of which a leaf consists, or several leaves."""
+    if isinstance(leaf, tf.Tensor):  # Of most tensors of a graph it's asked which parts they have.
+        return [leaf]
+    return tf.nest.flatten(leaf, expand_composites=True)
+
+
+def _names(tensors: Sequence[tf.Tensor]) -> tuple[str, ...]:
+    return tuple(tensor.name for tensor in tensors)
 
 
 def leaves_of(features: Any, labels: Any, broadcast: Sequence[str]) -> dict[Path, Any]:

@@ -97,6 +97,10 @@ class Division:
         ops = graphs.ops_of_types(self.graph, types)
         return [op for op in ops if op.name not in self.existing_ops]
 
+    def ops_of_total(self) -> set[tf.Operation]:
+        """The ops that count the examples, and check that all features and labels have as many."""
+        return set() if self.total is None else graphs.ancestors([self.total.op])
+
     def replacements(self, tensor: tf.Tensor) -> list[tf.Tensor]:
         """A tensor, and what one step after another uses in its place; the last one is in use."""
         chain = [tensor]

@@ -82,13 +82,13 @@ class SparseRows(NamedTuple):
 
 
 class RaggedRows(NamedTuple):
-    """The tower's rows of a ragged tensor: its values there, their row splits, or one of these."""
+    """The tower's rows of a ragged tensor: values, row splits, or where each row begins or ends."""
 
     values: str  # the name of the tensor with the values
     splits: str  # and of that with the row splits
     rows: RowSpace
-    # Which of its two row splits is given for each row: 0, where it begins, or 1, where it ends.
-    # None for all row splits, or for values.
+    # Of a row's two row splits, 0 is where it begins, and 1 where it ends. None for all row splits,
+    # or for values.
     offset: int | None = None
 
 

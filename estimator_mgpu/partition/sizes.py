@@ -130,7 +130,10 @@ class UniqueRows(SelectedRows):
         return True
 
     def are_in(self, name: str) -> bool:
-        """Whether a tensor has the ids themselves, rather than something that belongs to them."""
+        """Whether a tensor has the ids themselves, rather than something that belongs to them.
+
+        Parts and entries have the names of tensors that may have anything that belongs to ids.
+        """
         return type(self) is UniqueRows and name == self.name
 
 

@@ -157,7 +157,8 @@ class Order:
             self._reads[variable] &= ~self.bits(op)
         self.late_reads &= ~self.bits(op)
         if not self.bits(op) & self.effects:
-            del self._bit_of[op]  # It touches no state any more.
+            # It touches no state any more. In `upstream` of others, nothing asks for its bit.
+            del self._bit_of[op]
 
     def ops_for(self, missing: int, op: tf.Operation) -> list[tf.Operation]:
         """Ops that an op can wait for, by control edges, so that it waits for what is missing.

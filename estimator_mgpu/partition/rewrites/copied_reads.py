@@ -10,8 +10,8 @@ when it runs, and has to come before the write to `w`. With a copy, only the cop
 That is worth an op in two cases: where nobody uses the product, so that a step needn't compute it;
 and where it's small, so that each device can compute its own, as `towers.everywhere` lets it.
 
-`tf.gradients` computes the gradient of a product with respect to both factors. In a first layer,
-the one with respect to the features is read by nobody:
+For the first case, `tf.gradients` computes the gradient of a product with respect to both factors.
+In a first layer, the one with respect to the features is read by nobody:
 
     matmul(gradient, w)  -->  entry of a tuple, without users
 
@@ -50,7 +50,7 @@ def copy_for_idle_reads(graph: tf.Graph, identities: Container[tf.Operation], or
 def copy_for_reads(
     graph: tf.Graph, order: Order, is_worth_it: Callable[[tf.Operation], bool]
 ) -> None:
-    """Gives copies of variables to ops that read them, where what they read stays the same.
+    """Gives copies of variables to ops that read them, unless a write comes between copy and op.
 
     Args:
       graph: the graph that the model_fn has built.
@@ -105,6 +105,6 @@ def _copy(graph: tf.Graph, tensor: tf.Tensor) -> tf.Tensor:
         with colocated, tracebacks.made_for(tensor.op):
             copy = tf.raw_ops.DeepCopy(x=tensor, name=f'{tensor.op.name}/copy')
     device = device_of(tensor.op)
-    if device:
+    if device:  # Ops may have been placed before.
         private.set_device(copy.op, device)
     return copy

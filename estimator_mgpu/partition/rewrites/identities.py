@@ -44,7 +44,7 @@ def bypass_identities(division: Division) -> None:
     labels have as many, and those before the gradient of a convolution's kernel, as said above.
     """
     order = division.order
-    ops_of_total = graphs.ancestors([division.total.op]) if division.total is not None else set()
+    ops_of_total = division.ops_of_total()
     identities = [
         op
         for op in division.model_ops((op_types.IDENTITY, op_types.IDENTITY_N))

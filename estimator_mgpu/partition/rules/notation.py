@@ -236,12 +236,13 @@ def check_reduction(reduction: str, dtype: tf.DType) -> None:
 
     Means of integers are found out by `check_rule`, as TensorFlow has no kernel for them.
     """
-    number = dtype.is_floating or dtype.is_integer
-    legal: tuple[str, ...] = ('all', 'any') if dtype.is_bool else ()
-    if number or dtype.is_complex:
+    legal: Sequence[str] = ()
+    if dtype.is_bool:
+        legal = ('all', 'any')
+    elif dtype.is_complex:
         legal = ('sum', 'mean', 'prod')
-    if number:
-        legal += ('max', 'min')
+    elif dtype.is_floating or dtype.is_integer:
+        legal = ('sum', 'mean', 'prod', 'max', 'min')
     # Moments are of floats only, and no user's rule has them.
     if reduction not in (*legal, MOMENTS):
         raise ValueError(

@@ -268,12 +268,9 @@ def _reshaped_places(
     op: tf.Operation, places: PlacesOfIds, count: Size, sizes: Sizes
 ) -> Decision | None:
     """Places of all ids that examples have, `count` of them: in a vector, or some in each row."""
-    shape = list(sizes.entries(op.inputs[1]) or [])
+    shape = new_shape(op, count, sizes)
     if isinstance(places.rows, SelectedRows):
         return None
-    if shape.count(Size(-1)) == 1:
-        quotient = count.over(Size(-1) * product(shape))
-        shape[shape.index(Size(-1))] = quotient or Size(-1)
     local_shape = local_shape_by_rows(shape, places.rows)
     if not shape or local_shape is None or not product(shape).same_as(count):
         return None
@@ -281,6 +278,21 @@ def _reshaped_places(
     assert factor is not None
     placement = dataclasses.replace(places, factor=factor)
     return Decision(OpPlan((LOCAL, local_shape)), [placement], [shape])
+
+
+def new_shape(op: tf.Operation, count: Size, sizes: Sizes) -> list[Size]:
+    """The shape that a `Reshape` is given: [] if it isn't known.
+
+    In place of -1 is what it stands for; it stays -1 if that isn't known.
+
+    Args:
+      count: how many entries the tensor has.
+    """
+    shape = list(sizes.entries(op.inputs[1]) or [])
+    if shape.count(Size(-1)) == 1:
+        others = Size(-1) * product(shape)
+        shape[shape.index(Size(-1))] = count.over(others) or Size(-1)
+    return shape
 
 
 def _are_one(columns: list[Size]) -> bool:

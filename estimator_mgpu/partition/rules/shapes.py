@@ -82,7 +82,7 @@ def _reshape(op: tf.Operation, sizes: Sizes) -> Signature:
     If it's known only when the step runs whether sizes are equal, they aren't taken to be.
     """
     before = require(sizes.dims(op.inputs[0]))
-    after = new_dims(op, before, sizes)
+    after = _new_dims(op, before, sizes)
 
     input_labels: list[Label] = [None] * len(before)
     output_labels: list[Label] = [None] * len(after)
@@ -127,7 +127,7 @@ def _new_shape(after: Sequence[Size], labels: Sequence[Label]) -> SizesOf | Cons
     return SizesOf(tuple(labels))
 
 
-def new_dims(op: tf.Operation, before: Sequence[Size], sizes: Sizes) -> list[Size]:
+def _new_dims(op: tf.Operation, before: Sequence[Size], sizes: Sizes) -> list[Size]:
     """The dimensions after a `Reshape`: [2 * batch, 3] for [batch, 6] and the shape [-1, 3]."""
     after = require(sizes.entries(op.inputs[1]))
     if Size(-1) in after:

@@ -31,10 +31,16 @@ from estimator_mgpu.partition.plan import (
     Slice,
     local_shape_by_rows,
 )
-from estimator_mgpu.partition.rules import shapes
-from estimator_mgpu.partition.rules.selections import before_arrangement, of_rows
+from estimator_mgpu.partition.rules.selections import before_arrangement, new_shape, of_rows
 from estimator_mgpu.partition.size_inference import Sizes
-from estimator_mgpu.partition.sizes import ONE, SelectedRows, Size, UniqueRows, origin_of
+from estimator_mgpu.partition.sizes import (
+    ONE,
+    SelectedRows,
+    Size,
+    UniqueRows,
+    origin_of,
+    product,
+)
 from estimator_mgpu.tf_internals import op_types
 
 # Ops that give rows of a table, which may be in parts.
@@ -136,16 +142,12 @@ def _reshaped_sums_by_id(
     op: tf.Operation, ids: UniqueRows, dims: Sequence[Size], sizes: Sizes
 ) -> Decision | None:
     """`Reshape`, as in the gradient of a lookup: each row stays the sum of one id."""
-    if not sizes.entries(op.inputs[1]):
+    shape = new_shape(op, product(dims), sizes)
+    local_shape = local_shape_by_rows(shape, ids)
+    # A tower without ids can't tell what -1 stands for, as it has no entries.
+    if not shape or local_shape is None or shape[0] != ids.size or Size(-1) in shape:
         return None
-    new_dims = shapes.new_dims(op, dims, sizes)
-    of_output = [sizes.unknown_dim(op.outputs[0], axis) for axis in range(len(new_dims))]
-    if any(own.symbols[0] in size.symbols for own in of_output for size in new_dims):
-        return None  # A copy can't be given the sizes of its own output.
-    local_shape = local_shape_by_rows(new_dims, ids)
-    if local_shape is None or new_dims[0] != ids.size:
-        return None
-    return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [new_dims])
+    return Decision(OpPlan((LOCAL, local_shape)), [Partial('sum', ids)], [shape])
 
 
 def _sums_of_sums(

@@ -50,7 +50,7 @@ def copy_small_references(division: Division) -> None:
     once, before the write. With a copy it only computes, as with a resource variable's value.
     """
     order = division.order
-    if not order.late_reads or not _is_worth_it(division):
+    if not order.late_reads or not _devices_make_their_own(division):
         return
     of_batch = set(division.plan.order)
     sent = set()
@@ -58,13 +58,14 @@ def copy_small_references(division: Division) -> None:
         sent |= {tensor.name for tensor in filter(order.variables_behind, op.inputs)}
 
     def is_given_copies(op: tf.Operation) -> bool:
-        """Whoever uses one of these values is given copies, so that each is sent once.
+        """Whether an op reads what is copied, and nothing else of which there is no copy.
 
-        Of what is read after an update, the plan knows that it depends on the batch: it stays.
+        Sharded ops do, too: otherwise the variable would be sent beside its copy. What is read
+        after an update depends on the batch, as the plan knows, and isn't copied.
         """
         read = list(filter(order.variables_behind, op.inputs))
-        can_be_copied = all(_is_small(tensor) and tensor.op not in of_batch for tensor in read)
-        return can_be_copied and any(tensor.name in sent for tensor in read)
+        are_copied = all(_is_small(tensor) and tensor.op not in of_batch for tensor in read)
+        return are_copied and any(tensor.name in sent for tensor in read)
 
     copy_for_reads(division.graph, order, is_given_copies)
 
@@ -89,7 +90,7 @@ def _small_and_needed(division: Division, of_batch: Set[tf.Operation]) -> set[tf
     return found
 
 
-def _is_worth_it(division: Division) -> bool:
+def _devices_make_their_own(division: Division) -> bool:
     """Whether devices have memory of their own, and aren't too many to send to each other."""
     devices = set(division.devices)
     # What logical CPU devices share is made once.
@@ -110,7 +111,7 @@ def find_small(
     Returns:
       The ops that lead from partial results to each of them, by its name.
     """
-    if not _is_worth_it(division):
+    if not _devices_make_their_own(division):
         return {}
 
     plan = division.plan

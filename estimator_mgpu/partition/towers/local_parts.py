@@ -31,6 +31,7 @@ from estimator_mgpu.partition.towers import (
     sparse_features,
 )
 from estimator_mgpu.partition.towers.row_spaces import LocalAndFull
+from estimator_mgpu.partition.towers.shards import Extent
 
 _OTHER_ENTRIES = (
     'two dense tensors whose entries are used one by one, as those of ids and their weights are, '
@@ -122,28 +123,30 @@ class LocalParts:
 
     def _of_ragged(self, tensor: tf.Tensor, need: RaggedRows, tower: Tower) -> str:
         """A tower's part of a ragged tensor: its rows' values, or row splits, or some of these."""
-        nodes = self._nodes
         shards = self._shards.of(need.rows)
         parts = parts_of(self._ragged[need.values])
-        values = []
+        extents = shards.extents_in_parts(parts, tower)
+        if tensor.name != need.splits and need.offset is None:
+            values = [self._values_of_rows(*pair) for pair in zip(parts, extents)]
+            return self._nodes.concat(values, 0, tower.device)
+
         row_splits = []
-        for part, extent in zip(parts, shards.extents_in_parts(parts, tower)):
+        for part, extent in zip(parts, extents):
             bounds, device = self._bounds_of_rows(part)
-            if tensor.name == need.splits or need.offset is not None:
-                splits = ragged_features.row_splits(shards, bounds, extent, device)
-                splits = nodes.cast(splits, tensor.dtype.base_dtype, device)
-                row_splits.append((splits, device))
-            else:
-                positions = ragged_features.positions(nodes, bounds, extent, device)
-                device = self._origins.device_of_full(part.values)
-                values.append(nodes.take(self._values.full(part.values), positions, device))
-        if values:
-            return nodes.concat(values, 0, tower.device)
+            splits = ragged_features.row_splits(shards, bounds, extent, device)
+            row_splits.append((self._nodes.cast(splits, tensor.dtype.base_dtype, device), device))
         host = host_of(tower.device)
-        splits = ragged_features.join(nodes, row_splits, host)
+        splits = ragged_features.join(self._nodes, row_splits, host)
         if need.offset is None:
             return splits
-        return ragged_features.of_each_row(nodes, splits, need.offset, host)
+        return ragged_features.of_each_row(self._nodes, splits, need.offset, host)
+
+    def _values_of_rows(self, ragged: tf.RaggedTensor, extent: Extent) -> str:
+        """The values of the rows of an extent."""
+        bounds, device = self._bounds_of_rows(ragged)
+        positions = ragged_features.positions(self._nodes, bounds, extent, device)
+        full = self._values.full(ragged.values)
+        return self._nodes.take(full, positions, self._origins.device_of_full(ragged.values))
 
     def _of_sparse(
         self,

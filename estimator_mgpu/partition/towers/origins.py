@@ -35,9 +35,9 @@ class Origins:
         ragged = [need for need in plan.entries.values() if isinstance(need, RaggedRows)]
         self._row_splits = {need.splits for need in ragged}
         # The ops that ask for the sizes of something that only towers have: of all that they ask
-        # for, or of a part of it, as the rest may be on another device.
-        # But what counts the examples measures what was read.
-        ops_of_total = graphs.ancestors([division.total.op]) if division.total is not None else ()
+        # for, or of a part of it, as the rest may be on another device. Those that count the
+        # examples measure what was read.
+        ops_of_total = division.ops_of_total()
         queries_of_local = [
             op
             for op in graphs.ops_of_types(division.graph, op_types.SHAPE_QUERIES)
@@ -94,7 +94,7 @@ class Origins:
         return device_of(tensor.op) or (self._host if self._is_on_host(tensor) else '')
 
     def device_of_ids(self, rows: UniqueRows) -> str:
-        """The device where the different ids of all towers are put together."""
+        """The device where the different ids of all towers are put together: of `once_devices`."""
         return self._full_value_devices.get(rows.name, self._first)
 
     def _is_on_host(self, tensor: tf.Tensor) -> bool:

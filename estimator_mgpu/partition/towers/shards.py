@@ -256,8 +256,8 @@ class Shards:
     def _add_extents_in_parts(self, parts: Sequence[Any]) -> None:
         """Adds ops that compute each tower's extent in each part."""
         tensor_of = self.nodes.graph.get_tensor_by_name
-        [first, *_] = tf.nest.flatten(list(parts), expand_composites=True)
-        with self.nodes.at_once(self.nodes.host, first.op):
+        [a_tensor, *_] = tf.nest.flatten(list(parts), expand_composites=True)
+        with self.nodes.at_once(self.nodes.host, a_tensor.op):
             rows = tf.stack([tf.cast(number_of_rows(part), tf.int32) for part in parts])
             rows_before = tf.cumsum(rows, exclusive=True)
             # Matrices from here on: a row for each tower, a column for each part.

@@ -232,28 +232,28 @@ class Values:
         ids = self.division.graph.get_tensor_by_name(all_ids.name)
         ids_of_towers, firsts = [], []
         for tower in self.towers:
-            ids_of_towers.append(self._part(rows, self.local(ids, tower), tower))
+            ids_of_towers.append(self._of_part(rows, self.local(ids, tower), tower))
             # If entries are in the order of the rows, those of a tower come before the next's.
             if all_ids.picked_from is not None:
                 first = self._first_entries(ids, all_ids.picked_from, tower)
-                firsts.append(self._part(rows, first, tower))
+                firsts.append(self._of_part(rows, first, tower))
         origin = self.shards.of(rows.origin)
         device = self.origins.device_of_ids(rows)
         return unique_ids.merge(origin, ids_of_towers, rows.is_sorted, firsts, device)
 
-    def _part(self, rows: UniqueRows, values: str, tower: Tower) -> str:
+    def _of_part(self, rows: UniqueRows, values: str, tower: Tower) -> str:
         """Of what a tower has for each of its different ids, what belongs to those of a part.
 
         It's picked as the user's `tf.dynamic_partition` picks it.
         """
         if not isinstance(rows, PartOfIds):
             return values
-        values = self._part(rows.whole, values, tower)
+        values = self._of_part(rows.whole, values, tower)
         part = self.division.graph.get_tensor_by_name(rows.name)
         inputs = [values, self.local(part.op.inputs[1], tower)]
         count = part.op.get_attr('num_partitions')
-        first = self.nodes.add('DynamicPartition', inputs, tower.device, num_partitions=count)
-        return output_of(first, part.value_index)
+        first_part = self.nodes.add('DynamicPartition', inputs, tower.device, num_partitions=count)
+        return output_of(first_part, part.value_index)
 
     def _first_entries(self, ids: tf.Tensor, entries: SelectedRows, tower: Tower) -> str:
         """With which entry of the batch each of a tower's different ids comes first."""
